@@ -263,7 +263,7 @@ CASES: list[tuple[str, Callable[[], dict[str, Finding]], Callable[[], dict[str, 
     ("GS502", lambda: run(usual(alike_batches=9)), lambda: run(usual(alike_batches=3))),
     ("GS503", lambda: compared(lambda n: [jittered(n), 20 * jittered(n + 1)]), lambda: compared(lambda n: [jittered(n), 3 * jittered(n + 1)])),
     ("GS504", lambda: digested(same_weights=False), lambda: digested(same_weights=False, same_start=False)),
-    ("GS505", lambda: digested(same_batch=True, parallel="data"), lambda: digested(same_batch=True, parallel="other")),
+    ("GS505", lambda: digested(same_batch=True, parallel="ddp"), lambda: digested(same_batch=True, parallel="other")),
     ("GS601", lambda: began(positions=Leak(0.2, 8, "it sees")), lambda: began(positions=Leak(1e-5, 8))),
     ("GS602", lambda: began(rows=Leak(0.2, 2, "it sees")), lambda: began(rows=Leak(1e-6, 2))),
     ("GS603", lambda: began(documents=Leak(0.2, 1, "it sees")), lambda: began(documents=Leak(0.0, 1))),
@@ -432,6 +432,28 @@ def test_high_norms_of_the_first_steps_hide_no_spike() -> None:
     for at in (45, 51, 55, 59, 60):
         norms = [9.0 if n < 10 else jittered(n) * (20 if n == at else 1) for n in range(70)]
         assert "GS201" in run(of(norms.__getitem__, len(norms))), at
+
+
+@pytest.mark.parametrize(
+    ("parallel", "same_gradient", "severity"),
+    [
+        (None, False, "critical"),
+        (None, True, "critical"),
+        ("uncalled ddp", False, "critical"),
+        ("ddp", True, "warning"),
+        ("ddp", False, None),
+        ("ddp", None, None),
+        ("loose ddp", False, None),
+        ("loose ddp", True, None),
+        ("fsdp", True, None),
+        ("other", True, None),
+    ],
+)
+def test_ranks_that_drift_apart(
+    parallel: str | None, same_gradient: bool | None, severity: str | None
+) -> None:
+    found = digested(same_weights=False, same_gradient=same_gradient, parallel=parallel)
+    assert (found["GS504"].severity if "GS504" in found else None) == severity
 
 
 def test_every_check_is_in_the_table() -> None:

@@ -26,9 +26,9 @@ def one_layer(number: int) -> Any:
     ("norms", "first", "text"),
     [
         (
-            lambda n: [jittered(n), 30.0 if n == 25 else jittered(n + 1)],
+            lambda n: [jittered(n), 30.0 if 25 <= n < 28 else jittered(n + 1)],
             25,
-            "step 25: rank 1 brings 37.5 times",
+            "at 3 measured steps in a row, from step 25 on, rank 1 brings",
         ),
         (lambda n: [np.nan if n == 7 else 1.0, 1.0], 7, "step 7: NaN or Inf on rank 0 alone"),
         (lambda n: [0.0 if n >= 5 else 1.0, jittered(n)], 5, "rank 0 brings next to nothing"),
@@ -57,9 +57,18 @@ def test_one_layer_of_one_rank_is_named() -> None:
         lambda n: [np.nan, np.inf],
         lambda n: NOISY[n],
         lambda n: [jittered(n), jittered(n) / 30 if n == 25 else jittered(n + 1)],
+        lambda n: [jittered(n), 30.0 if n in (25, 30) else jittered(n + 1)],
+        lambda n: [jittered(n), 30.0 if 25 <= n < 27 else jittered(n + 1)],
         lambda n: [30.0, 30.0] if n == 25 else [1.0, 1.0],
     ],
-    ids=["broken everywhere", "very noisy", "one small batch", "all ranks jump"],
+    ids=[
+        "broken everywhere",
+        "very noisy",
+        "one small batch",
+        "single steps",
+        "two steps",
+        "all ranks jump",
+    ],
 )
 def test_what_is_not_of_a_rank_is_left_alone(norms: Callable[[int], Any]) -> None:
     assert "GS503" not in compared(norms)

@@ -31,7 +31,7 @@ from gradsight.attach.networks import KnownOptimizer, Networks
 from gradsight.attach.step_calls import frame_of_construction, frame_outside_wrappers
 from gradsight.core import moments, rundir
 from gradsight.core.files import remove_if_empty, write_text
-from gradsight.core.group import rank
+from gradsight.core.group import launched_rank, processes_apart, rank
 from gradsight.core.guard import Guard, register_at_fork
 from gradsight.core.hooks import put_hook
 from gradsight.core.open_watches import open_watch_of
@@ -148,6 +148,8 @@ class Session:
         """The same, each with the ids of the parameters that it watches."""
         self._groups: list[_Shared] = []
         self._copies = 0
+        self._processes_apart = 0
+        """How many processes were launched and have made no group, each with a model of its own."""
         self._names: list[str] = []
         self._known: list[_Known] = []
         self._by_id: dict[int, _Known] = {}
@@ -465,7 +467,13 @@ class Session:
     def _open_one(self, group: "_Shared") -> None:
         model = together(group.models, group.tensors)
         name = name_of(group.models, group.tensors, self._names)
-        folder = self._run_dir if not self._watches else self._run_dir / name
+        self._processes_apart = processes_apart()
+        if self._processes_apart and launched_rank():
+            # Not the record of rank 0, which this process shares nothing with.
+            name = f"{name}-rank{launched_rank()}"
+            folder = self._run_dir / name
+        else:
+            folder = self._run_dir if not self._watches else self._run_dir / name
         if self._forked:
             folder = self._run_dir / f"{name}-{os.getpid()}"
         if self._told.keep and not rundir.is_run(folder):
@@ -509,7 +517,7 @@ class Session:
 
     def _describe(self) -> None:
         """Write down what is known of the optimizers, for the report; rank 0 does."""
-        if rank() != 0 or int(os.environ.get("RANK", "0")) != 0 or self._forked:
+        if rank() != 0 or launched_rank() != 0 or self._forked:
             return
         plain: list[dict[str, Any]] = []
         for known in self._known:
@@ -517,6 +525,8 @@ class Session:
                 continue
             known.notice_rate()
             described = known.plain()
+            if self._processes_apart:
+                described["processes_apart"] = self._processes_apart
             # One that is made in every epoch is described once.
             if described not in plain:
                 plain.append(described)

@@ -120,7 +120,7 @@ class CheckResult:
                 lines += health_lines(summary.health, colour, failed=self.failure is not None)
             else:
                 lines += findings_lines(summary.health.findings, colour)
-        notes = [*self._optimizers(), *self._clipping_and_scaling()]
+        notes = [*self._apart(), *self._optimizers(), *self._clipping_and_scaling()]
         if notes:
             lines.append("")
         return [*lines, *(line for note in notes for line in _wrapped(note))]
@@ -128,7 +128,21 @@ class CheckResult:
     def notes(self) -> list[str]:
         """How the script failed, and where its optimizers are."""
         failure = [] if self.failure is None else [f"{self.failure}."]
-        return [*failure, *self._optimizers(), *self._clipping_and_scaling()]
+        return [
+            *failure,
+            *self._apart(),
+            *self._optimizers(),
+            *self._clipping_and_scaling(),
+        ]
+
+    def _apart(self) -> list[str]:
+        """Return the line on processes that were launched together and share nothing."""
+        counts = [each.get("processes_apart") or 0 for each in self.optimizers]
+        count = max(counts, default=0)
+        # A single process that trains has nothing to share.
+        if not count or len(self.judged) < 2:
+            return []
+        return [_APART.format(count=count)]
 
     def _optimizers(self) -> list[str]:
         return [self._described(each) for each in self.optimizers]
@@ -308,6 +322,7 @@ _OPTIMIZER: dict[str, Any] = {
     "model": str | None,
     "made": tuple[str, int] | None,
     "steps": tuple[str, int] | None,
+    "processes_apart": int | None,
 }
 """What is used of an optimizer, and what it has to be."""
 
@@ -338,6 +353,12 @@ def _recorded_runs(folder: Path, optimizers: list[dict[str, Any]]) -> dict[str, 
     return own | {place.name: place for place in runs_inside(folder)}
 
 
+_APART = (
+    "{count} processes were launched together, but the script has made no process group: unless it "
+    "averages gradients in another way, each process trains a model of its own. To train one model "
+    "together, call torch.distributed.init_process_group() and wrap the model in "
+    "DistributedDataParallel."
+)
 _OWN_UPDATES = (
     "Seen: {passes} backward passes. Not seen: an optimizer of torch's. The script seems to update "
     "its weights itself: only it knows when a step is made, and nothing was judged. To have it "

@@ -53,6 +53,24 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+def launched_rank() -> int:
+    """The rank that torchrun, or another launcher, has given this process; 0 without one."""
+    return _number_in_environment("RANK")
+
+
+def processes_apart() -> int:
+    """How many processes were launched together, if they have made no group; else 0."""
+    if is_distributed() or "RANK" not in os.environ:
+        return 0
+    launched = _number_in_environment("WORLD_SIZE")
+    return launched if launched > 1 else 0
+
+
+def _number_in_environment(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
 def join_training(backend: str) -> None:
     """Become one of the processes that torchrun, or our own launcher, has started."""
     dist.init_process_group(backend)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.layouts import is_in_memory
 from gradsight.core.shards import local_part
 from gradsight.core.source import owner_of
 
@@ -200,7 +201,7 @@ def _held(value: Any, seen: set[int]) -> Iterator[PutBack]:
         return
     seen.add(id(value))
     if isinstance(value, Tensor | np.ndarray):
-        if not isinstance(value, Tensor) or value.layout is torch.strided:
+        if not isinstance(value, Tensor) or (value.layout is torch.strided and is_in_memory(value)):
             yield _kept_values(value)
         return
     if isinstance(value, nn.Module):

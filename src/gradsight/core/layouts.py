@@ -42,6 +42,26 @@ def indices(tensor: Tensor) -> list[Tensor]:
     return []
 
 
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is there: to read one whose memory was freed ends the process.
+
+    FSDP frees the memory of whole parameters after use, while autograd still has them saved.
+
+    >>> weight = torch.ones(2, 3)
+    >>> column = weight[:, 2]
+    >>> is_in_memory(column)
+    True
+    >>> _ = weight.untyped_storage().resize_(0)
+    >>> is_in_memory(column)
+    False
+    """
+    if not is_plain(tensor) or not tensor.numel():
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how much memory these tensors take.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.devices import is_accelerator
+from gradsight.core.layouts import is_in_memory
 from gradsight.core.shards import is_sharded
 
 _FAR = 12
@@ -87,9 +88,10 @@ def saved(node: Any, name: str) -> Any:
     if getattr(raw, "unpack_hook", None) is not None:
         return None  # a hook of the script, which may compute, or run once only
     try:
-        return getattr(node, f"_saved_{name}", None)
+        value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # it was freed, or changed in place since
         return None
+    return None if isinstance(value, Tensor) and not is_in_memory(value) else value
 
 
 def _form(node: Any, factor: _Factor, far: int) -> LossForm:

@@ -83,10 +83,12 @@ def was_only_added_to(gradient: Tensor | None, before: GradientState, times: int
 
 
 def _version(gradient: Tensor) -> int:
-    if type(gradient) is not Tensor:
-        # FSDP2 adds to the local part, and the DTensor around it does not notice.
-        gradient = getattr(gradient, "_local_tensor", gradient)
-    return gradient._version
+    if type(gradient) is Tensor:
+        return gradient._version
+    # FSDP2 adds to the local part, tensor parallelism to the DTensor around it: neither notices
+    # what is added to the other one.
+    local = getattr(gradient, "_local_tensor", None)
+    return gradient._version + (0 if local is None else local._version)
 
 
 # Passes.

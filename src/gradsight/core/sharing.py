@@ -1,6 +1,7 @@
 """How processes share a model: the manners of DistributedDataParallel and of FSDP2."""
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsight.core.beside import process_compiles
 from gradsight.core.group import ProcessGroup, is_distributed, world_size
 from gradsight.core.shards import are_spread, is_sharded, local_part
 from gradsight.errors import GradsightError
@@ -19,23 +21,70 @@ def reduces_gradients(model: nn.Module) -> bool:
     return bool(getattr(model, "require_backward_grad_sync", True))
 
 
-def parallel_kind(model: nn.Module, tensors: Sequence[Tensor]) -> Literal["data", "other"] | None:
-    """How ranks share these parameters: by DDP or FSDP2, in another way; None if they do not."""
-    if world_size() == 1:
-        return None
+Kind = Literal["ddp", "loose ddp", "uncalled ddp", "fsdp", "other"]
+"""How ranks share a model.
+
+"loose ddp": DistributedDataParallel that may let ranks differ for some steps on purpose.
+"uncalled ddp": one was made, but the script calls the module inside it.
+"other": such as tensor parallelism.
+"""
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards this model or a part of it."""
     from torch.distributed.fsdp import FSDPModule
 
-    modules = list(model.modules())
-    wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    if not wrappers:
-        # The wrapper may be around the model that is looked at.
-        wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
-    wrapped = {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
-    if any(id(tensor) in wrapped for tensor in tensors):
-        return "data"
-    if any(isinstance(each, FSDPModule) for each in modules):
-        return "data"
-    return "other" if are_spread(tensors) else None
+    return any(isinstance(each, FSDPModule) for each in model.modules())
+
+
+class Sharing:
+    """How ranks share some parameters of a model."""
+
+    def __init__(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
+        self._without: Kind | None = None
+        if world_size() == 1:
+            return
+        modules = list(model.modules())
+        wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
+        if not wrappers:
+            # The wrapper may be around the model that is looked at.
+            wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+        keys = {id(tensor) for tensor in tensors}
+        for wrapper in wrappers:
+            if any(id(parameter) in keys for parameter in wrapper.parameters()):
+                self._wrappers.append(weakref.ref(wrapper))
+        if is_fully_sharded(model):
+            self._without = "fsdp"
+        elif are_spread(tensors):
+            self._without = "other"
+
+    def kind(self) -> Kind | None:
+        """Return how it is now; None where the ranks share nothing."""
+        wrappers = [wrapper for each in self._wrappers if (wrapper := each()) is not None]
+        if not wrappers:
+            return "ddp" if self._wrappers else self._without
+        if not any(_was_called(wrapper) for wrapper in wrappers):
+            return "uncalled ddp"
+        return "loose ddp" if any(map(_is_loose, wrappers)) else "ddp"
+
+
+def _was_called(wrapper: DistributedDataParallel) -> bool:
+    """Whether this wrapper was called; True where that is not known."""
+    # Compiled code, and the reducer that compiling brings, leave no trace of the first call.
+    if process_compiles() or getattr(wrapper, "_use_python_reducer", False):
+        return True
+    return bool(getattr(wrapper, "_lazy_init_ran", True))
+
+
+def _is_loose(wrapper: DistributedDataParallel) -> bool:
+    """Whether ranks may differ on purpose: local SGD, Join, a hook, replicas of some ranks only."""
+    return (
+        not reduces_gradients(wrapper)
+        or allows_uneven_steps(wrapper)
+        or bool(getattr(wrapper, "_comm_hooks", ()))
+        or wrapper.process_group.size() != world_size()
+    )
 
 
 class Reduction:
@@ -52,8 +101,8 @@ class Reduction:
         """Whether a wrapper, or a comparison, is known to make them so."""
         if self._is_shared is None:
             # Asked after the first pass: a model may be wrapped after its watch was opened.
-            kind = parallel_kind(self._model, self._tensors)
-            self._is_shared = world_size() == 1 or kind is not None
+            kind = Sharing(self._model, self._tensors).kind()
+            self._is_shared = world_size() == 1 or kind not in (None, "uncalled ddp")
         return (self._is_shared or self.is_confirmed) and reduces_gradients(self._model)
 
 

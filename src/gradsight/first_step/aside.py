@@ -23,6 +23,7 @@ from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard
 from gradsight.core.samples import find_samples, tensors_in, with_rows
 from gradsight.core.shards import is_sharded
+from gradsight.core.sharing import is_fully_sharded
 from gradsight.core.source import owner_of
 from gradsight.errors import in_one_line
 from gradsight.first_step.culprit import Mixing
@@ -107,7 +108,8 @@ def left_out(reason: str, codes: Sequence[str] = ASIDE_CODES) -> FirstStep:
 
 def _cannot_run(module: nn.Module) -> str | None:
     if any(is_sharded(parameter) for parameter in module.parameters()):
-        return "parameters are sharded over ranks (FSDP2): a pass aside would need all of them"
+        how = "FSDP2" if is_fully_sharded(module) else "tensor parallelism"
+        return f"parameters are sharded over ranks ({how}): a pass aside would need all of them"
     kinds = {type(each).__name__ for each in module.modules()}
     if kinds & {"FullyShardedDataParallel", "DataParallel"}:
         return "the model is wrapped in what cannot be called by one rank alone"

@@ -26,6 +26,7 @@ from gradsight.core.devices import accelerators
 from gradsight.core.function_modes import end_mode, take_off_ended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_module_hook
+from gradsight.core.layouts import is_in_memory
 from gradsight.core.parameters import called_module
 from gradsight.core.passes import BackwardPass
 from gradsight.core.random_state import torch_states
@@ -79,7 +80,8 @@ class SeenCall:
     def is_unchanged(self) -> bool:
         """Whether its arguments are still what they were."""
         given = tensors_in(*self.made.args, *self.made.kwargs.values())
-        return tuple(tensor._version for tensor in given) == self.versions
+        same = tuple(tensor._version for tensor in given) == self.versions
+        return same and all(map(is_in_memory, given))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,7 +11,7 @@ from gradsight.core.optimizers import innermost_optimizer, optimizer_list, param
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.core.shards import is_sharded
-from gradsight.core.sharing import parallel_kind
+from gradsight.core.sharing import Sharing
 from gradsight.health.alarm import Alarm
 from gradsight.health.early_findings import EarlyFindings
 from gradsight.health.judge import Judge
@@ -95,7 +95,7 @@ class Health:
                 self._digests = RankDigestExchange(
                     tensors,
                     group,
-                    parallel_kind(model, tensors),
+                    Sharing(model, tensors).kind,
                     options.closer_looks.first_step,
                     problems,
                 )

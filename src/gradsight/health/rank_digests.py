@@ -7,18 +7,20 @@ entries are exact on every machine, so equal tensors have equal checksums.
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from gradsight.core import moments
 from gradsight.core.group import ProcessGroup
 from gradsight.core.guard import Guard
 from gradsight.core.meeting import MeetingPlace
 from gradsight.core.problems import Problems
 from gradsight.core.shards import local_part
+from gradsight.core.sharing import Kind
 from gradsight.measure.host_copy import HostCopy
 from gradsight.measure.norms import NormReading
 from gradsight.values.measured import RankDigests
@@ -35,12 +37,15 @@ class _Step:
 
     number: int
     gradients: Sequence[HostCopy]
-    weights: Sequence[HostCopy]
     batch: Sequence[HostCopy]
+    parallel: Kind | None
+    weights: Sequence[HostCopy] | None = None
     is_sent: bool = False
     polls: int = 0
 
     def ready(self) -> bool:
+        if self.weights is None:
+            return False
         return all(part.ready() for part in (*self.gradients, *self.weights, *self.batch))
 
 
@@ -51,15 +56,16 @@ class RankDigestExchange:
         self,
         tensors: Sequence[Tensor],
         group: ProcessGroup,
-        parallel: Literal["data", "other"] | None,
+        sharing: Callable[[], Kind | None],
         first_step: int,
         problems: Problems,
     ) -> None:
-        """`parallel`: how the ranks share the model, as far as that is known."""
+        """`sharing`: tells how the ranks share the model now, as far as that is known."""
         self._tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        self._parallel = parallel
+        self._sharing = sharing
         self._first_step = first_step
         self._is_first = group.is_first
+        self._listens = False
         self._guard = Guard(problems, "rank-digests", "ranks are not compared")
         self._steps: list[_Step] = []
         self._start: Sequence[HostCopy] = self._guard.run(extremes, self._tensors) or ()
@@ -79,18 +85,36 @@ class RankDigestExchange:
         """
         if self._place is None:
             return []
+        self._guard.run(self._read_weights)
+        if self._listens:
+            self._listens = False
+            moments.leave(self)
         if self.wants(step):
-            weights = self._guard.run(extremes, self._tensors) or ()
-            self._steps.append(_Step(step, gradients, weights, batch))
+            self._steps.append(_Step(step, gradients, batch, self._sharing()))
+            self._listens = True
+            moments.listen(self, self._guard, own_thread=True)
         if not self._steps:
             return []
         landed: list[RankDigests] = self._guard.run(self._exchange, False) or []
         return landed
 
+    def before_backward(self, _: object) -> None:
+        """A backward pass begins: what the step before has done to the weights is complete now."""
+        self._read_weights()
+
+    def _read_weights(self) -> None:
+        # Not when the optimizer's step ends: ZeroRedundancyOptimizer calls another optimizer, and
+        # sends what that one has updated to the other ranks afterwards.
+        for each in self._steps:
+            if each.weights is None:
+                each.weights = extremes(self._tensors)
+
     def finish(self) -> list[RankDigests]:
         """The run is over: what is there by now."""
         if self._place is None or not self._steps:
             return []
+        self._guard.run(self._read_weights)
+        moments.leave(self)
         landed: list[RankDigests] = self._guard.run(self._exchange, True) or []
         return landed
 
@@ -110,7 +134,7 @@ class RankDigestExchange:
                 notes = place.notes(str(each.number))
                 if notes is not None:
                     self._steps.remove(each)
-                    landed.append(self._compared(each.number, notes))
+                    landed.append(self._compared(each, notes))
         return landed
 
     def _digests(self, step: _Step) -> list[int | None]:
@@ -118,15 +142,15 @@ class RankDigestExchange:
         batch = [copy.read() for copy in step.batch]
         # Batches of a single value, such as zeros, tell nothing.
         is_varied = any((values != values.flat[0]).any() for values in batch)
-        parts = (self._start, step.gradients, step.weights, step.batch if is_varied else ())
+        parts = (self._start, step.gradients, step.weights or (), step.batch if is_varied else ())
         return [_checksum([copy.read() for copy in part]) if part else None for part in parts]
 
-    def _compared(self, step: int, notes: Sequence[str]) -> RankDigests:
+    def _compared(self, step: _Step, notes: Sequence[str]) -> RankDigests:
         columns = zip(*map(json.loads, notes), strict=True)
         start, gradient, weights, batch = (
             None if None in column else len(set(column)) == 1 for column in columns
         )
-        return RankDigests(step, len(notes), self._parallel, start, gradient, weights, batch)
+        return RankDigests(step.number, len(notes), step.parallel, start, gradient, weights, batch)
 
 
 def extremes(tensors: Sequence[Tensor]) -> list[HostCopy]:
@@ -138,5 +162,7 @@ def extremes(tensors: Sequence[Tensor]) -> list[HostCopy]:
 def _checksum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
     total = 0
     for array in arrays:
-        total = zlib.crc32(np.ascontiguousarray(array, dtype=np.float64).tobytes(), total)
+        # One zero and one NaN: their bits may differ where nothing else does.
+        numbers = np.where(np.isnan(array), np.nan, array.astype(np.float64) + 0.0)
+        total = zlib.crc32(np.ascontiguousarray(numbers).tobytes(), total)
     return total

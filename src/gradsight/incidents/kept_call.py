@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import RecordedCall, is_suspended
-from gradsight.core.layouts import held_bytes, versions
+from gradsight.core.layouts import held_bytes, is_in_memory, versions
 from gradsight.incidents.loss_lines import Between
 
 
@@ -68,7 +68,9 @@ class KeptCall:
         self.gradient_bytes = 0
 
     def changed(self) -> bool:
-        """Whether somebody has changed an argument in place since."""
+        """Whether somebody has changed an argument in place since, or freed its memory."""
+        if not all(map(is_in_memory, self.tensors)):
+            return True
         return versions(self.tensors) != self.versions
 
 

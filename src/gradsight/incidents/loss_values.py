@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gradsight.core.calls import suspended
-from gradsight.core.layouts import is_plain
+from gradsight.core.layouts import is_in_memory, is_plain
 from gradsight.core.loss_graph import saved
+from gradsight.core.shards import is_sharded
 from gradsight.incidents.diagnosis.finder import forward_name
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.values.diagnoses import TensorSummary
@@ -99,6 +100,9 @@ def _can_be_read(value: Any) -> bool:
         isinstance(value, Tensor)
         and value.device.type == "cpu"
         and is_plain(value)
+        and is_in_memory(value)
+        # What ranks hold together may take all of them to read.
+        and not is_sharded(value)
         and 0 < value.numel() < _MOST_ENTRIES
     )
 

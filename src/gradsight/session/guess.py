@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsight.core.devices import is_accelerator
+from gradsight.core.layouts import is_in_memory
 from gradsight.core.loss_graph import source_of
 
 _MEAN, _SUM = 1, 2
@@ -51,7 +52,7 @@ def _behind_factors(loss: Tensor) -> tuple[Any, float | Tensor]:
         if name not in ("MulBackward0", "DivBackward0"):
             return node, factor
         other = node._saved_other
-        if other is None or other.numel() != 1 or other.requires_grad:
+        if other is None or other.numel() != 1 or other.requires_grad or not is_in_memory(other):
             return None, 1.0
         other = _factor(other)
         if isinstance(other, float) and other == 0:  # nothing counts: there is nothing to guess

@@ -24,8 +24,15 @@ from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_hook, put_module_hook
 from gradsight.core.open_watches import count_open
 from gradsight.core.optimizers import is_inside_another_step, parameters_of
-from gradsight.core.passes import BackwardPass, pass_under_way
+from gradsight.core.passes import (
+    BackwardPass,
+    GradientState,
+    gradient_state,
+    is_same,
+    pass_under_way,
+)
 from gradsight.core.samples import tensors_in
+from gradsight.core.shards import local_part
 from gradsight.measure.host_copy import HostCopy
 from gradsight.session.first_look import FirstLook
 from gradsight.session.guess import TargetCounts, TargetFrequencies, loss_of_a_guess, target_counts
@@ -362,7 +369,7 @@ class Clearing:
         self._guard = guard
         self._parameter: Tensor | None = None
         # The gradient when we last looked, and its version.
-        self._left: tuple[weakref.ref[Tensor], int] | None = None
+        self._left: GradientState | None = None
         self._cleared = False
         # Whether the gradient was all zero when a pass began; of this step, and of the one before.
         self._zeros: HostCopy | None = None
@@ -388,7 +395,9 @@ class Clearing:
         touched = self._was_touched(gradient)
         # Zeros that were always there look untouched, and are as good as cleared.
         if not touched and self._passes == 0 and gradient is not None:
-            begun.notes[self] = HostCopy.of((gradient.detach() == 0).all().reshape(1))
+            # Of a DTensor, this rank's part: to ask all ranks would need all of them here.
+            values = local_part(gradient.detach())
+            begun.notes[self] = HostCopy.of((values == 0).all().reshape(1))
             return
         begun.notes[self] = touched
 
@@ -405,7 +414,9 @@ class Clearing:
     def _was_touched(self, gradient: Tensor | None) -> bool:
         if gradient is None or self._left is None:
             return True
-        return gradient is not self._left[0]() or gradient._version != self._left[1]
+        if type(gradient) is Tensor:  # as in almost every run: one call less
+            return gradient is not self._left[0]() or gradient._version != self._left[1]
+        return not is_same(gradient, self._left)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         # An optimizer inside backward clears each gradient by itself.
@@ -439,9 +450,10 @@ class Clearing:
 
     def _look(self) -> None:
         gradient = self._parameter.grad if self._parameter is not None else None
-        self._left = None
-        if gradient is not None:
+        if type(gradient) is Tensor:
             self._left = (weakref.ref(gradient), gradient._version)
+        else:
+            self._left = gradient_state(gradient)
 
 
 def _smallest_dense(optimizer: Optimizer) -> Tensor | None:

@@ -82,8 +82,8 @@ class RankDigests:
 
     step: int
     ranks: int
-    parallel: Literal["data", "other"] | None
-    """How the model is shared: by DDP or FSDP2, in another way, or not at all."""
+    parallel: Literal["ddp", "loose ddp", "uncalled ddp", "fsdp", "other"] | None
+    """How the model is shared (core.sharing.Kind); None where it is not."""
     same_start: bool | None
     """Whether all ranks began with the same weights."""
     same_gradient: bool | None

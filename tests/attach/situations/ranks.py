@@ -122,7 +122,167 @@ for step in range(20):
 dist.destroy_process_group()
 """
 
+WRAPPED = """
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+rule = torch.randn(20, 10)
+ddp = nn.parallel.DistributedDataParallel(net)
+{optimizer}
+torch.manual_seed(1 + dist.get_rank())
+for step in range(30):
+    x = torch.randn(16, 20)
+    optimizer.zero_grad()
+    {backward}
+    optimizer.step()
+    {after}
+dist.destroy_process_group()
+"""
+BACKWARD = "F.cross_entropy({}(x), (x @ rule).argmax(1)).backward()"
+ADAM = "optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)"
+DIVIDED = """
+class Divided(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for place, p in enumerate(self.param_groups[0]["params"]):
+            update = torch.zeros_like(p)
+            if place // 2 == dist.get_rank():
+                update = p.grad.sign()
+            {send}
+            p.add_(update, alpha=-1e-3)
+
+
+optimizer = Divided(net.parameters(), {{}})
+"""
+AVERAGED = """if step % 10 == 9:
+        for p in net.parameters():
+            dist.all_reduce(p.data)
+            p.data /= 2"""
+
+FREED = """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
+for each in (model[0], model[2], model):
+    fully_shard(each)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+torch.manual_seed(dist.get_rank())
+for step in range(20):
+    x = torch.randn(32, 8)
+    if step == 12:
+        x[0, 0] = float("nan")
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+TENSOR_PARALLEL = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, parallelize_module
+)
+mesh = init_device_mesh("cpu", (2,))
+model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 5))
+model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+for step in range(30):
+    torch.manual_seed(step)
+    x = torch.rand(20, 10)
+    (model(x) - x[:, :5]).square().mean().backward()
+    optimizer.step()
+    CLEAR
+dist.destroy_process_group()
+"""
+
+NO_GROUP = """
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(30):
+    x = torch.randn(16, 20)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+    optimizer.step()
+"""
+
 SITUATIONS = [
+    Situation(
+        "two processes that were launched together and make no group",
+        NO_GROUP,
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 30, "model-rank1": 30},
+        says=["2 processes were launched together, but the script has made no process group"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks that share layers by tensor parallelism",
+        TENSOR_PARALLEL.replace("CLEAR", "optimizer.zero_grad(set_to_none=False)"),
+        arguments=["--nproc_per_node", "2"],
+        reasons={"GS601": "(tensor parallelism)"},
+        slow=True,
+    ),
+    Situation(
+        "two ranks that share layers by tensor parallelism and never clear gradients",
+        TENSOR_PARALLEL.replace("CLEAR", ""),
+        arguments=["--nproc_per_node", "2"],
+        exit_code=2,
+        findings=["GS305"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks whose loss is NaN when FSDP2 has freed the weights that autograd saved",
+        FREED,
+        arguments=["--nproc_per_node", "2"],
+        exit_code=2,
+        findings=["GS103"],
+        models={"model": 20},
+        slow=True,
+    ),
+    Situation(
+        "two ranks whose loop calls the module inside of DistributedDataParallel",
+        WRAPPED.format(optimizer=ADAM, backward=BACKWARD.format("net"), after=""),
+        arguments=["--nproc_per_node", "2"],
+        exit_code=2,
+        findings=["GS504"],
+        says=["it was never called: the loop calls the module inside it"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks whose loop calls DistributedDataParallel",
+        WRAPPED.format(optimizer=ADAM, backward=BACKWARD.format("ddp"), after=""),
+        arguments=["--nproc_per_node", "2"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks that average their weights at times, and not their gradients",
+        WRAPPED.format(
+            optimizer=ADAM,
+            backward=f"with ddp.no_sync(): {BACKWARD.format('ddp')}",
+            after=AVERAGED,
+        ),
+        arguments=["--nproc_per_node", "2"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks that divide the optimizer's work and send each other the updates",
+        WRAPPED.format(
+            optimizer=DIVIDED.format(send="dist.all_reduce(update)"),
+            backward=BACKWARD.format("ddp"),
+            after="",
+        ),
+        arguments=["--nproc_per_node", "2"],
+        slow=True,
+    ),
+    Situation(
+        "two ranks that divide the optimizer's work and keep the updates to themselves",
+        WRAPPED.format(
+            optimizer=DIVIDED.format(send=""), backward=BACKWARD.format("ddp"), after=""
+        ),
+        arguments=["--nproc_per_node", "2"],
+        exit_code=1,
+        findings=["GS304", "GS504"],
+        says=["although all ranks used the same gradient"],
+        slow=True,
+    ),
     Situation(
         "two ranks that share a model block by block",
         SHARDED.format(inner="fully_shard(model[0])", options=""),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
+from gradsight.incidents.loss_values import loss_values
 from gradsight.values.diagnoses import GuiltyOperation
 from incidents.diagnosis.capture import line_of, step
 from incidents.diagnosis.faults import WIDTH, identity, rows
@@ -142,3 +143,15 @@ def test_infinities_that_are_meant_are_not_blamed_for_the_loss() -> None:
         "the outputs hold infinities that the model wrote on purpose, "
         "the gradients that came back are"
     )
+
+
+def test_saved_tensors_whose_memory_was_freed_are_not_read() -> None:
+    weight = torch.randn(3, 4, requires_grad=True)
+    x = torch.full((2, 4), float("nan"), requires_grad=True)
+    loss = (x @ weight.t()).sum()
+    assert loss.grad_fn is not None
+    weight.untyped_storage().resize_(0)  # as FSDP does with whole parameters
+    product = loss.grad_fn.next_functions[0][0]
+    transposed = product.next_functions[1][0]
+    found = loss_values(loss, [transposed, product, loss.grad_fn])
+    assert found.states == {loss.grad_fn: "nan"}

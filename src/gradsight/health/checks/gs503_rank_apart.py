@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gradsight.health.checks.gs504_not_synchronised import updates_differ
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import NOTHING, Window
 from gradsight.values.measured import Floats, RankComparison
@@ -12,6 +13,8 @@ _NORMAL, _LEAST_SPREAD = 1.4826, 0.1
 _NEXT_TO_NOTHING = np.log(NOTHING) / 4
 """A part of the other ranks' gradients that is lost in rounding, as a logarithm."""
 _FAR = 1000.0
+_IN_A_ROW = 3
+"""Measured steps at which a jump must last."""
 
 
 @check(
@@ -63,13 +66,15 @@ def rank_apart(
     if not np.isfinite(look.norms).all():
         yield from _not_finite(window, look)
         return
+    if window.digests is not None and updates_differ(window.digests):
+        return  # the gradients are those of different models: GS504 tells why
     if (
         len(window.rank_logarithms) >= looks
         and np.abs(_apart(window.rank_logarithms[-1])).max() > np.log(factor) / 2
     ):
         logs = np.array(window.rank_logarithms)
         yield from _all_the_time(window, _apart(logs[-looks:]), np.log(factor))
-        yield from _suddenly(look, logs, np.log(jump), sigmas)
+        yield from _suddenly(window, logs, np.log(jump), sigmas)
     if not look.always.all():
         yield from _in_single_parameters(window, np.log(jump), full_looks)
 
@@ -123,17 +128,24 @@ def _of_two(logs: Floats) -> int:
     return lower if low - high < _NEXT_TO_NOTHING or is_far_lower else 1 - lower
 
 
-def _suddenly(look: RankComparison, logs: Floats, limit: float, sigmas: float) -> Iterator[Fact]:
-    """Far above its own past, in comparison with the other ranks and by itself."""
+def _suddenly(window: Window, logs: Floats, limit: float, sigmas: float) -> Iterator[Fact]:
+    """Far above its own past at a few steps in a row, relative to the other ranks and by itself.
+
+    At a single step, a small batch may do that.
+    """
     apart = _apart(logs)
-    before, own = apart[:-1], logs[-1] - np.median(logs[:-1], axis=0)
+    before, now = apart[:-_IN_A_ROW], apart[-_IN_A_ROW:]
+    own = logs[-_IN_A_ROW:] - np.median(logs[:-_IN_A_ROW], axis=0)
     usual = np.median(before, axis=0)
     spread = np.maximum(_NORMAL * np.median(np.abs(before - usual), axis=0), _LEAST_SPREAD)
-    above = apart[-1] - usual
+    above = now - usual
     # By itself too: where the others fall to nothing, a rank is far above them and has not moved.
-    for rank in np.flatnonzero((above > limit) & (above > sigmas * spread) & (own > limit / 2)):
-        text = f"step {look.step}: rank {rank} brings {_times(apart[-1][rank])}"
-        yield Fact(text, first_step=look.step)
+    is_far = (above > limit) & (above > sigmas * spread) & (own > limit / 2)
+    for rank in np.flatnonzero(is_far.all(axis=0)):
+        times = _times(float(np.median(now[:, rank])))
+        first_step = window.rank_steps[-_IN_A_ROW]
+        text = f"at {_IN_A_ROW} measured steps in a row, from step {first_step} on, rank {rank}"
+        yield Fact(f"{text} brings {times}", first_step=first_step)
 
 
 def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[Fact]:

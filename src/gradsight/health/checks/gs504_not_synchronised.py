@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
+from gradsight.values.measured import RankDigests
 
 
 @check(
@@ -31,14 +32,67 @@ def not_synchronised(window: Window) -> Iterator[Fact]:
     Models that start with different weights on each rank are left alone.
     """
     digests = window.digests
-    if digests is None or digests.parallel is not None:
+    if digests is None or not digests.same_start or digests.same_weights is not False:
         return
-    if digests.same_start and digests.same_weights is False:
-        gradient = ""
-        if digests.same_gradient is False:
-            gradient = ", and the ranks used different gradients"
-        text = (
-            f"the weights of {digests.ranks} ranks were equal at the start and are different "
-            f"after step {digests.step}{gradient}; no DistributedDataParallel or FSDP2 was found"
-        )
+    text = (
+        f"the weights of {digests.ranks} ranks were equal at the start and are different after "
+        f"step {digests.step}"
+    )
+    if updates_differ(digests):
+        text += ", although all ranks used the same gradient"
+        yield Fact(text, severity="warning", first_step=digests.step, advice=_UPDATES_DIFFER)
+        return
+    if digests.parallel not in (None, "uncalled ddp"):
+        return
+    if digests.same_gradient is False:
+        text += ", and the ranks used different gradients"
+    if digests.parallel is None:
+        text += "; no DistributedDataParallel or FSDP2 was found"
         yield Fact(text, first_step=digests.step)
+        return
+    text += (
+        "; a DistributedDataParallel model exists, but it was never called: the loop calls the "
+        "module inside it"
+    )
+    yield Fact(text, first_step=digests.step, advice=_CALL_THE_WRAPPER)
+
+
+def updates_differ(digests: RankDigests) -> bool:
+    """Whether the ranks of DistributedDataParallel made different weights of one gradient."""
+    # With different gradients a script averages weights, now and then, on purpose (local SGD).
+    is_seen = bool(digests.same_gradient) and digests.same_weights is False
+    return digests.parallel == "ddp" and bool(digests.same_start) and is_seen
+
+
+_CALL_THE_WRAPPER = Advice(
+    recommendation=(
+        "Each rank trains a model of its own: gradients are averaged over the ranks only if the "
+        "loop calls the wrapped model. Call what DistributedDataParallel or "
+        "accelerator.prepare(model) returned, not the module inside it. If your ranks train apart "
+        "on purpose, silence it with health={'GS504': False}."
+    ),
+    fix="""
+# before the loop: keep the wrapped model under the name that the loop calls
+model = torch.nn.parallel.DistributedDataParallel(model)
+# (with accelerate: model, optimizer = accelerator.prepare(model, optimizer))
+
+# in the loop
+outputs = model(inputs)
+""",
+)
+_UPDATES_DIFFER = Advice(
+    recommendation=(
+        "The ranks agree on the gradient, but not on the update that the optimizer makes of it. An "
+        "optimizer that divides its work among the ranks has to send the updated weights, or the "
+        "updates, to all of them (all_reduce, all_gather, broadcast). Nor may noise that is drawn "
+        "on each rank, or a condition on the rank, change the weights."
+    ),
+    fix="""
+# after optimizer.step(): do all ranks have the same weights?
+for name, parameter in model.named_parameters():
+    first = parameter.detach().clone()
+    torch.distributed.broadcast(first, src=0)
+    if not torch.equal(first, parameter):
+        print(torch.distributed.get_rank(), name, "differs from rank 0")
+""",
+)

@@ -34,7 +34,7 @@ def identical_batches(window: Window, *, batches: int = 2) -> Iterator[Fact]:
     Why: the ranks compute the same gradient, so training takes as many steps as on one rank.
     """
     digests = window.digests
-    if digests is None or digests.parallel != "data":
+    if digests is None or digests.parallel not in ("ddp", "loose ddp", "fsdp"):
         return
     if digests.same_batch:
         window.identical_batches += 1
