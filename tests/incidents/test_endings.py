@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,16 @@ def test_a_full_disk_costs_the_incident_alone(tmp_path: Path) -> None:
     assert finding.diagnosis.samples[0].row == 11
     assert list(run.incidents()) == []
     assert not list((tmp_path / "run").rglob("*.partial"))
+
+
+def test_the_ways_out_of_a_script_are_as_before_when_the_watch_is_closed() -> None:
+    model = nn.Linear(4, 1)
+    before = sys.exit, type(exit).__call__
+    with gradsight.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True) as watched:
+        assert sys.exit is not before[0]
+        for status in (None, 0, "failed"):
+            with pytest.raises(SystemExit) as raised:
+                sys.exit(status)
+            assert raised.value.code == status
+        assert watched.report().findings == ()
+    assert (sys.exit, type(exit).__call__) == before
