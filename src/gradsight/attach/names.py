@@ -78,13 +78,14 @@ def _names_of_model(model: nn.Module) -> Iterator[str]:
 def _with_the_same_parameters(model: nn.Module) -> Iterator[nn.Module]:
     """Yield a model and the modules inside it that hold all of its parameters, the outermost first.
 
-    A library may put the script's model into a loss of its own, which no variable holds.
+    A library may put the script's model into a loss of its own, which no variable holds. The first
+    module of a class of the script is the last one.
     """
     count = sum(1 for _ in model.parameters())
     inner: nn.Module | None = model
     while inner is not None:
         yield inner
-        parts = inner.children()
+        parts = () if _is_users(type(inner)) else inner.children()
         inner = next((each for each in parts if sum(1 for _ in each.parameters()) == count), None)
 
 

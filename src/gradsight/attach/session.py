@@ -398,7 +398,8 @@ class Session:
         """
         for each in optimizers:
             self._note_wrapped(each)
-        optimizers = [each for each in optimizers if not wrapped_optimizers(each)]
+        wrappers = [each for each in optimizers if wrapped_optimizers(each)]
+        optimizers = [each for each in optimizers if each not in wrappers]
         groups = [group for group in _sharing_models(optimizers) if not self._is_adopted(group)]
         # `check` judges by a record of its own, whatever else the script keeps.
         if self._told.keep:
@@ -414,6 +415,10 @@ class Session:
         for watched in self._watches[: -len(groups) or None]:
             for optimizer in optimizers:
                 watched.also_optimized_by(optimizer)
+        for watched in self._watches:
+            for wrapper in wrappers:
+                # One whose work is divided among ranks holds more than the optimizer inside it.
+                watched.also_optimized_by(wrapper, is_wrapper=True)
 
     def _note_wrapped(self, optimizer: Optimizer) -> None:
         """Describe an optimizer that others wrap together with these."""

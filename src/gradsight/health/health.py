@@ -5,9 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsight.core.group import ProcessGroup
-from gradsight.core.optimizers import innermost_optimizer, optimizer_list, parameters_of
+from gradsight.core.optimizers import (
+    innermost_optimizer,
+    optimizer_list,
+    parameters_of,
+    wrapping,
+)
 from gradsight.core.parameters import Named
 from gradsight.core.problems import Problems
 from gradsight.core.shards import is_sharded
@@ -64,7 +70,11 @@ class Health:
         self._parameters = parameters
         self._options = options
         self._optimizers = [innermost_optimizer(each) for each in optimizer_list(optimizers)]
-        self._optimizers_elsewhere: list[Any] = []
+        # A wrapper that divides its work among ranks holds more than the optimizer inside it.
+        chains = [wrapping(each) for each in optimizer_list(optimizers)]
+        self._optimizers_elsewhere = [
+            each for chain in chains for each in chain[:-1] if isinstance(each, Optimizer)
+        ]
         self.unmoved: Sequence[UnmovedNetwork] | None = None
         """Networks of the script that no optimizer moves; None where nobody compared them."""
         self.at_end: LossAtEnd | None = None

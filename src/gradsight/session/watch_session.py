@@ -543,11 +543,14 @@ class Watch:
         """The finding that training is to stop for: on_finding="stop" has asked for it."""
         return None if self._brake is None else self._brake.asked_to_stop
 
-    def also_optimized_by(self, optimizer: object) -> None:
-        """An optimizer that holds some of these parameters, but is watched elsewhere."""
+    def also_optimized_by(self, optimizer: object, is_wrapper: bool = False) -> None:
+        """Note an optimizer that holds some of these parameters, but is watched elsewhere.
+
+        is_wrapper: it leaves the update to an optimizer inside it, which is watched.
+        """
         if self._instruments.health is not None:
             self._instruments.health.also_optimized_by(optimizer)
-        if self._instruments.signals is not None:
+        if self._instruments.signals is not None and not is_wrapper:
             self._instruments.signals.compare_optimizers()
 
     def compare_networks(self, unmoved: Sequence[UnmovedNetwork]) -> None:

@@ -134,7 +134,7 @@ class SwitchedOff(Watch):
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
 
-    def also_optimized_by(self, optimizer: object) -> None:
+    def also_optimized_by(self, optimizer: object, is_wrapper: bool = False) -> None:
         """Nothing is judged."""
 
     @property

@@ -204,7 +204,29 @@ for step in range(30):
     optimizer.step()
 """
 
+DIVIDED = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+dist.init_process_group("gloo")
+inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+model = nn.parallel.DistributedDataParallel(inner)
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+torch.manual_seed(dist.get_rank())
+for step in range(30):
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), x[:, :4].argmax(1)).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
 SITUATIONS = [
+    Situation(
+        "two ranks whose optimizer divides its work",
+        DIVIDED,
+        arguments=["--nproc_per_node", "2"],
+        models={"model": 30},
+        slow=True,
+    ),
     Situation(
         "two processes that were launched together and make no group",
         NO_GROUP,

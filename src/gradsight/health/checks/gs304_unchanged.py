@@ -58,6 +58,9 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
     # A bias before a normalisation layer has a gradient of rounding errors alone.
     still &= window.l2 > _ROUNDING * np.nanmax(window.l2, initial=0.0)
     held = np.array(window.subject.memberships or [0] * len(still)) > 0
+    if window.subject.group_of:
+        # Of a wrapper that divides its work among ranks, only the optimizer inside it is watched.
+        held &= np.array([place is not None for place in window.subject.group_of])
     rows = np.flatnonzero(still & held)
     if len(rows):
         text = f"the same before and after the steps {', '.join(str(look.step) for look in recent)}"
