@@ -204,7 +204,7 @@ for step in range(30):
     optimizer.step()
 """
 
-DIVIDED = """
+REDUNDANCY_OPTIMIZER = """
 from torch.distributed.optim import ZeroRedundancyOptimizer
 dist.init_process_group("gloo")
 inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -222,7 +222,7 @@ dist.destroy_process_group()
 SITUATIONS = [
     Situation(
         "two ranks whose optimizer divides its work",
-        DIVIDED,
+        REDUNDANCY_OPTIMIZER,
         arguments=["--nproc_per_node", "2"],
         models={"model": 30},
         slow=True,
