@@ -48,7 +48,7 @@ NOT_PUBLIC = {
             "log_under_way",
             "problems",
         ),
-        *("step_to_log", "step_under_way"),
+        *("script_failed", "step_to_log", "step_under_way"),
     },
 }
 """Members that other parts of Gradsight call and that no documentation mentions."""

@@ -354,10 +354,10 @@ def _recorded_runs(folder: Path, optimizers: list[dict[str, Any]]) -> dict[str, 
 
 
 _APART = (
-    "{count} processes were launched together, but the script has made no process group: unless it "
+    "{count} processes were launched together, but the script has made no process group. Unless it "
     "averages gradients in another way, each process trains a model of its own. To train one model "
-    "together, call torch.distributed.init_process_group() and wrap the model in "
-    "DistributedDataParallel."
+    "together, call torch.distributed.init_process_group(), wrap the model in "
+    "DistributedDataParallel, and give each rank its part of the data (DistributedSampler)."
 )
 _OWN_UPDATES = (
     "Seen: {passes} backward passes. Not seen: an optimizer of torch's. The script seems to update "

@@ -88,10 +88,9 @@ def saved(node: Any, name: str) -> Any:
     if getattr(raw, "unpack_hook", None) is not None:
         return None  # a hook of the script, which may compute, or run once only
     try:
-        value = getattr(node, f"_saved_{name}", None)
+        return getattr(node, f"_saved_{name}", None)
     except RuntimeError:  # it was freed, or changed in place since
         return None
-    return None if isinstance(value, Tensor) and not is_in_memory(value) else value
 
 
 def _form(node: Any, factor: _Factor, far: int) -> LossForm:
@@ -136,7 +135,9 @@ def _operands(node: Any) -> tuple[Any, Tensor | None]:
     sources = [source_of(*each) for each in node.next_functions]
     for name, inner in (("other", sources[0]), ("self", sources[-1])):
         value = saved(node, name)
-        if isinstance(value, Tensor) and not value.requires_grad and inner is not None:
+        if not isinstance(value, Tensor) or value.requires_grad or inner is None:
+            continue
+        if is_in_memory(value):
             return inner, value
     return None, None
 

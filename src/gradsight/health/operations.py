@@ -1,5 +1,7 @@
 """Advice for the operation that made a gradient or a loss non-finite, if a diagnosis names it."""
 
+from dataclasses import replace
+
 from gradsight.health.fixes import BFLOAT16, DROP_SAMPLES, SAFE_LOG, STABLE_CLASSES
 from gradsight.health.registry import Advice
 from gradsight.values.diagnoses import BROKEN_OPERAND, GuiltyOperation
@@ -8,6 +10,7 @@ from gradsight.values.findings import Finding
 _CODES = ("GS103", "GS104", "GS109")
 """Findings of what is not finite."""
 _HALF = "float16"
+_IN_FLOAT32 = "Compute it in float32, because small numbers like these vanish in half precision."
 
 DATA = Advice(
     "A value of this batch is NaN or infinite. Find out where it comes from (a file, or a "
@@ -15,9 +18,8 @@ DATA = Advice(
     DROP_SAMPLES,
 )
 OPERAND = Advice(
-    "What the loss compares or weights the outputs with is NaN or infinite (labels, weights, a "
-    "constant). Find out where that comes from. Often, a mean over nothing or a division by a "
-    "standard deviation of 0 has made it.",
+    "A label, a weight or a constant in the loss is NaN or infinite. Find out where that comes "
+    "from. Often, a mean over nothing or a division by a standard deviation of 0 has made it.",
     DROP_SAMPLES
     + """
 # in a loss of your own: normalise without dividing by 0
@@ -27,8 +29,8 @@ def normalised(x, dim=-1, eps=1e-6):
 """,
 )
 HALF = Advice(
-    "A number is too large for float16, which ends at 65504. Use bfloat16, which has the range of "
-    "float32, or compute this line in float32.",
+    "A number is too large for float16, whose largest value is 65504. Use bfloat16, which has the "
+    "range of float32, or compute this line in float32.",
     BFLOAT16,
 )
 LOGARITHM = Advice(
@@ -59,7 +61,8 @@ def safe_sqrt(x, eps=1e-12):
 """,
 )
 NORM = Advice(
-    "The norm of a vector of zeros has no finite derivative: add a small number inside its root.",
+    "The norm is not differentiable at a vector of zeros. torch returns 0 there, but a second "
+    "derivative, as in a gradient penalty, can be NaN: add a small number inside the root.",
     """
 # in the model or the loss: a norm with a finite derivative at 0
 def safe_norm(x, dim=-1, eps=1e-12):
@@ -67,7 +70,7 @@ def safe_norm(x, dim=-1, eps=1e-12):
 """,
 )
 POWER = Advice(
-    "A power with an exponent below 1 has an infinite derivative at 0, and a broken power of a "
+    "A power with an exponent below 1 has an infinite derivative at 0, and a fractional power of a "
     "negative number is NaN: keep the base above 0.",
     """
 # in the model or the loss: a power with a finite derivative at 0
@@ -76,12 +79,20 @@ def safe_pow(x, exponent, eps=1e-8):
 """,
 )
 DEVIATION = Advice(
-    "The standard deviation of one value is NaN, and that of equal values has no finite "
-    "derivative: take the biased variance and add a small number inside the root.",
+    "The standard deviation of one value is NaN, and that of equal values is not differentiable: "
+    "take the biased variance and add a small number inside the root.",
     """
 # in the model or the loss: a deviation that is finite for equal values
 def safe_std(x, dim=-1, eps=1e-6):
     return (x.var(dim, unbiased=False) + eps).sqrt()
+""",
+)
+VARIANCE = Advice(
+    "The variance of one value is NaN, because it is divided by 0: take the biased variance.",
+    """
+# in the model or the loss: a variance that is finite for one value
+def safe_var(x, dim=-1):
+    return x.var(dim, unbiased=False)
 """,
 )
 EXPONENTIAL = Advice(
@@ -96,7 +107,7 @@ def safe_exp(x):
 )
 ANGLE = Advice(
     "The derivative of acos and asin is infinite at -1 and 1, and beyond these both are NaN: keep "
-    "the argument inside.",
+    "the argument strictly between -1 and 1.",
     """
 # in the model or the loss: angles with a finite derivative
 def safe_acos(x, eps=1e-6):
@@ -107,7 +118,7 @@ def safe_asin(x, eps=1e-6):
 """,
 )
 DIRECTION = Advice(
-    "atan2 has no derivative where both arguments are 0: give it another point there.",
+    "atan2 has no derivative where both arguments are 0: replace the arguments there.",
     """
 # in the model or the loss: an angle with a finite derivative at (0, 0)
 def safe_atan2(y, x):
@@ -122,7 +133,8 @@ BY_OPERATION = {
     **dict.fromkeys(("sqrt", "rsqrt"), ROOT),
     **dict.fromkeys(("norm", "linalg_vector_norm", "cdist"), NORM),
     "pow": POWER,
-    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), DEVIATION),
+    **dict.fromkeys(("std", "std_mean"), DEVIATION),
+    **dict.fromkeys(("var", "var_mean"), VARIANCE),
     **dict.fromkeys(("exp", "expm1"), EXPONENTIAL),
     **dict.fromkeys(("acos", "asin"), ANGLE),
     "atan2": DIRECTION,
@@ -147,6 +159,9 @@ def _advice_for(operation: GuiltyOperation) -> Advice | None:
     if operation.operation == f"to({_HALF})":
         return HALF
     known = BY_OPERATION.get(operation.operation)
-    if known is None and any(given.dtype == _HALF for given in operation.inputs):
-        return HALF
+    types = {given.dtype for given in operation.inputs}
+    if known is None:
+        return HALF if _HALF in types else None
+    if types & {_HALF, "bfloat16"}:
+        known = replace(known, recommendation=f"{known.recommendation} {_IN_FLOAT32}")
     return known

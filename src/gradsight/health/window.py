@@ -463,8 +463,12 @@ class Window:
 
     def block_norms(self) -> Floats:
         """The norm over the matrices of every block, now."""
-        squares = np.nan_to_num(self.l2[self._block_rows]) ** 2
-        return np.sqrt(np.bincount(self._block_of_row, squares, len(self.blocks)))
+        norms = np.nan_to_num(self.l2[self._block_rows])
+        # Squares of very large norms would overflow.
+        largest = norms.max(initial=0.0) or 1.0
+        squares = np.bincount(self._block_of_row, (norms / largest) ** 2, len(self.blocks))
+        found: Floats = largest * np.sqrt(squares)
+        return found
 
     @property
     def rate(self) -> float | None:

@@ -17,9 +17,9 @@ from gradsight.values.measured import Floats
     asked=Asked(when="stretch"),
     advice=Advice(
         recommendation=(
-            "The signal is lost (or blown up) from layer to layer: use ReLU or GELU instead "
-            "of sigmoid and tanh, add skip connections or normalisation, initialise for the "
-            "activation."
+            "The signal shrinks or grows from layer to layer. Use ReLU or GELU instead of sigmoid "
+            "and tanh. Add skip connections or normalisation. Use the initialisation that fits "
+            "your activation function."
         ),
         fix=NO_SATURATION + KEEP_THE_SIZE,
     ),
@@ -54,7 +54,7 @@ def depth(
     text = f"{how}: {names[0]} {known[0]:.3g}, {names[-1]} {known[-1]:.3g}"
     at_first = window.first_block_norms
     began = None if at_first is None else _ends(at_first, blocks)
-    if began is not None and max(began) ** 2 < ratio * min(began) ** 2:
+    if began is not None and max(began) < ratio**0.5 * min(began):
         before = max(began) / min(began)
         text += f". At the first step, these ends differed only by a factor of {before:.2g}"
         yield Fact(text, (names[0],), advice=_WHILE_TRAINING)
@@ -75,8 +75,8 @@ _WHILE_TRAINING = Advice(
     recommendation=(
         "The layers' gradients had similar sizes at the first step, so training has driven them "
         "apart: the learning rate is probably too large, above all for a transformer without "
-        "warm-up. Lower it, or warm it up. If that does not help, add normalisation before each "
-        "layer or skip connections."
+        "warm-up. Lower it, or warm it up. If that does not help, add skip connections, or "
+        "normalisation before each layer."
     ),
     fix=LOWER_RATE + WARM_UP,
 )

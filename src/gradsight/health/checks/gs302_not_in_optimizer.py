@@ -24,8 +24,8 @@ from gradsight.values.adapters import is_of_an_adapter
     ),
     advice=Advice(
         recommendation=(
-            "These parameters get a gradient that nobody uses: give them to the optimizer, or "
-            "freeze them, which also saves their part of backward."
+            "These parameters get gradients, but no optimizer uses them: give them to the "
+            "optimizer, or freeze them, which also makes backward() faster."
         ),
         fix=ADD_MISSING,
     ),
@@ -81,7 +81,7 @@ def _among_several(window: Window, rows: list[int], text: str, several: SeveralO
             f"Two optimizers hold {' and '.join(twice)}: one of them was probably meant for "
             f"{these}. Make that one from the parameters of {these}."
         )
-        what, variable = "make one of the two optimizers from these", "optimizer"
+        what, variable = "replace one of the two optimizers, under its own name", "optimizer"
     else:
         words = (
             "These parameters get a gradient that nobody uses: give them to an optimizer that "

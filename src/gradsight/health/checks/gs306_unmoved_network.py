@@ -21,7 +21,7 @@ from gradsight.values.networks import MovingOptimizer, UnmovedNetwork
             "not meant to learn, freeze it with requires_grad_(False); backward() is then faster."
         ),
         fix="""
-# before the loop: one optimizer for all networks that are meant to learn
+# before the loop: one optimizer for all networks trained on the same loss
 import itertools
 networks = [model]
 parameters = itertools.chain(*(each.parameters() for each in networks))

@@ -32,8 +32,8 @@ _IN_A_ROW = 3
         ),
         fix="""
 # before the loop: a random part of the same data for every rank
-# (keep your other arguments of DataLoader; with several epochs, call
-# sampler.set_epoch(epoch) at the start of each)
+# (keep your other arguments of DataLoader, except shuffle; with several
+# epochs, call sampler.set_epoch(epoch) at the start of each)
 sampler = torch.utils.data.DistributedSampler(loader.dataset)
 loader = torch.utils.data.DataLoader(
     loader.dataset, loader.batch_size, sampler=sampler

@@ -72,9 +72,9 @@ _CALL_THE_WRAPPER = Advice(
         "on purpose, silence it with health={'GS504': False}."
     ),
     fix="""
-# before the loop: keep the wrapped model under the name that the loop calls
+# before the loop, in place of your line with DistributedDataParallel
+# (accelerate: model, optimizer = accelerator.prepare(model, optimizer))
 model = torch.nn.parallel.DistributedDataParallel(model)
-# (with accelerate: model, optimizer = accelerator.prepare(model, optimizer))
 
 # in the loop
 outputs = model(inputs)
@@ -82,10 +82,10 @@ outputs = model(inputs)
 )
 _UPDATES_DIFFER = Advice(
     recommendation=(
-        "The ranks agree on the gradient, but not on the update that the optimizer makes of it. An "
-        "optimizer that divides its work among the ranks has to send the updated weights, or the "
-        "updates, to all of them (all_reduce, all_gather, broadcast). Nor may noise that is drawn "
-        "on each rank, or a condition on the rank, change the weights."
+        "The ranks agree on the gradient, but not on the update that the optimizer computes from "
+        "it. An optimizer that divides its work among the ranks has to send the updated weights, "
+        "or the updates, to all of them (all_reduce, all_gather, broadcast). Do not let noise that "
+        "each rank draws for itself, or code that depends on the rank, change the weights."
     ),
     fix="""
 # after optimizer.step(): do all ranks have the same weights?

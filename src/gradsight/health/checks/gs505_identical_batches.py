@@ -20,7 +20,7 @@ from gradsight.health.window import Window
         ),
         fix="""
 # before the loop: a different part of the data for every rank
-# (keep your other arguments of DataLoader)
+# (keep your other arguments of DataLoader, except shuffle)
 sampler = torch.utils.data.DistributedSampler(loader.dataset)
 loader = torch.utils.data.DataLoader(
     loader.dataset, loader.batch_size, sampler=sampler

@@ -50,7 +50,7 @@ def wrong_input(window: Window) -> Iterator[Fact]:
     """A loss function is given probabilities for logits, or either for logarithms.
 
     Why: nothing fails. A second softmax keeps the loss high and its gradient small; without
-    logarithms the loss falls below zero and has no minimum where the model is right.
+    logarithms the loss can fall below zero, and its value misleads.
     log_softmax before cross_entropy changes nothing, and is left alone.
     """
     first = window.now.signals.first
@@ -71,7 +71,8 @@ _ADVICE = {
         ("kl_div", "logits"): _instead(_KL_DIV.replace("output", "output.log_softmax(-1)")),
         ("kl_div", "probabilities"): _instead(_KL_DIV, _LOGARITHM, "output.log_softmax(-1)"),
         ("kl_div", "log-probabilities as targets"): _instead(
-            'F.kl_div(output, targets, reduction="batchmean", log_target=True)'
+            'F.kl_div(\n    output.log_softmax(-1), targets, reduction="batchmean",\n'
+            "    log_target=True,\n)"
         ),
     }.items()
 }

@@ -11,8 +11,8 @@ def _advice(times: int) -> Advice:
     """Return what to do about this many micro-batches per step."""
     return Advice(
         recommendation=(
-            "Each backward pass adds the gradient of a mean, so the step is as many times too "
-            "long as there are micro-batches: divide the loss by their number."
+            "Each backward pass adds the gradient of a mean, so the sum is too large by the number "
+            "of micro-batches: divide the loss by that number."
         ),
         fix=f"""
 # in the loop, before loss.backward(): the mean over micro-batches

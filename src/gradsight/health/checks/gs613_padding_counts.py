@@ -37,7 +37,7 @@ targets = targets.masked_fill({given} == {token}, -100)
     "padding counts in the loss",
     "warning",
     asked=Asked(when="first", needs=("first step",)),
-    advice=_advice(_RECOMMENDATION, "inputs", 0),
+    advice=_advice(_RECOMMENDATION, "targets", 0),
 )
 def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
     """Padding has labels that count in the loss.
