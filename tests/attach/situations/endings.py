@@ -62,7 +62,7 @@ SITUATIONS = [
             "not finite there either: `target` (16x8 float32",
             "cause: sub in the loss, outside the model: train.py:27",
             "an operand of sub that needs no gradient is not finite",
-            "do: What the loss compares or weights the outputs with is NaN or infinite",
+            "do: A label, a weight or a constant in the loss is NaN or infinite",
         ],
     ),
     Situation(
