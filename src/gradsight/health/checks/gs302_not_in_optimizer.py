@@ -84,8 +84,8 @@ def _among_several(window: Window, rows: list[int], text: str, several: SeveralO
         what, variable = "replace one of the two optimizers, under its own name", "optimizer"
     else:
         words = (
-            "These parameters get a gradient that nobody uses: give them to an optimizer that "
-            "steps after the backward pass of their loss, or freeze them."
+            "These parameters get gradients, but no optimizer uses them: give them to an optimizer "
+            "that steps after the backward pass of their loss, or freeze them."
         )
         what, variable = "an optimizer of their own", "another_optimizer"
     trainer = window.subject.trainer
