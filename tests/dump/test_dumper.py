@@ -225,6 +225,23 @@ def test_a_full_queue_waits(
     assert (dumper.written, dumper.skipped) == (2, 0)
 
 
+def test_a_buffer_that_becomes_free_just_before_the_wait_is_used(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GradientDumper(tmp_path) as dumper:
+        dumper.dump(model, 0)
+        dumper.wait()
+        take, asked = Pool.take, []
+
+        def too_early(pool: Pool) -> Any:
+            asked.append(pool)
+            return None if len(asked) == 1 else take(pool)
+
+        monkeypatch.setattr(Pool, "take", too_early)
+        dumper.dump(model, 1)
+    assert (dumper.written, dumper.skipped) == (2, 0)
+
+
 def test_synchronous(tmp_path: Path, model: nn.Module) -> None:
     with GradientDumper(tmp_path, asynchronous=False) as dumper:
         assert dumper.dump(model, 0).exists()

@@ -275,9 +275,11 @@ class GradientDumper:
         # torch's async_save, 248 ms for a synchronous save.
         buffer = self._pool.take()
         while buffer is None and self._pool.is_worth_waiting_for:
-            if not self._writer.wait_for_one():
-                break
+            has_waited = self._writer.wait_for_one()
+            # Without a job to wait for, the last one has just ended: its buffer is free now.
             buffer = self._pool.take()
+            if not has_waited:
+                break
         if buffer is None:
             text = "dumps were skipped because an earlier one was still being written"
             return replace(job, fault=Fault("skipped", text))
