@@ -672,7 +672,7 @@ def _is_named_after(variable: str | None, network: _Network) -> bool:
     names = (network.name, network.variable or "")
     mine = _SAYS_NOTHING.sub("", (variable or "").rpartition(".")[2].lower())
     others = {_SAYS_NOTHING.sub("", name.rpartition(".")[2].lower()) for name in names} - {""}
-    return bool(mine) and any(other.startswith(mine) or mine == other for other in others)
+    return bool(mine) and any(other.startswith(mine) for other in others)
 
 
 def _owners(module: nn.Module, tensors: Sequence[Tensor]) -> list[nn.Module]:

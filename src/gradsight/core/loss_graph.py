@@ -159,6 +159,8 @@ def _without_smoothing(node: Any) -> Any:
         of_all = source_of(*of_all.next_functions[0])
     sizes = getattr(of_all, "_saved_self_sym_sizes", ())
     share, share_of_each = (saved(each, "other") for each in ends)
+    if not isinstance(share, float) or not isinstance(share_of_each, float):
+        return None
     classes = math.prod(sizes[1:2] or sizes)
     return of_target if math.isclose(share + share_of_each * classes, 1.0) else None
 

@@ -34,9 +34,15 @@ loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 """
 
 SAFE_LOG = """
-# in a loss of your own: a logarithm that is finite at 0
+# in a loss of your own: a logarithm that is finite at 0 and below
 def safe_log(x, eps=1e-8):
     return torch.log(x.clamp_min(eps))
+"""
+
+SAFE_EXP = """
+# in the model or the loss: an exponential that stays finite
+def safe_exp(x):
+    return torch.exp(x.clamp(max=50))
 """
 
 LIST_FROZEN = """

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gradsight.health.fixes import BFLOAT16, DROP_SAMPLES, SAFE_LOG, STABLE_CLASSES
+from gradsight.health.fixes import BFLOAT16, DROP_SAMPLES, SAFE_EXP, SAFE_LOG, STABLE_CLASSES
 from gradsight.health.registry import Advice
 from gradsight.values.diagnoses import BROKEN_OPERAND, GuiltyOperation
 from gradsight.values.findings import Finding
@@ -99,11 +99,7 @@ EXPONENTIAL = Advice(
     "An exponential overflowed: its argument was too large. For a logarithm of a sum of "
     "exponentials, use torch.logsumexp(). For shares, use softmax(). Both subtract the maximum "
     "first. Otherwise, limit the argument.",
-    """
-# in the model or the loss: an exponential that stays finite
-def safe_exp(x):
-    return torch.exp(x.clamp(max=50))
-""",
+    SAFE_EXP,
 )
 ANGLE = Advice(
     "The derivative of acos and asin is infinite at -1 and 1, and beyond these both are NaN: keep "

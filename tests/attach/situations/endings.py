@@ -59,7 +59,7 @@ SITUATIONS = [
         says=[
             "The script failed with exit code 1 after 20 optimizer steps",
             "`loss` was NaN when the script ended at train.py:30, in step 20",
-            "not finite there either: `target` (16x8 float32",
+            "also not finite there: `target` (16x8 float32",
             "cause: sub in the loss, outside the model: train.py:27",
             "an operand of sub that needs no gradient is not finite",
             "do: A label, a weight or a constant in the loss is NaN or infinite",

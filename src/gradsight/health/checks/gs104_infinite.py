@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from gradsight.health.bad_steps import EarlyLook, infinite_rows
 from gradsight.health.checks.gs103_nan import broken_rows
-from gradsight.health.fixes import BFLOAT16
+from gradsight.health.fixes import BFLOAT16, SAFE_EXP
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -24,12 +24,7 @@ def _in_sight(look: EarlyLook) -> bool:
             "Something overflowed: lower the learning rate, keep exponentials in range, and use "
             "bfloat16 instead of float16, or float16 with a GradScaler."
         ),
-        fix=BFLOAT16
-        + """
-# in the model or the loss: an exponential that stays finite
-def safe_exp(x):
-    return torch.exp(x.clamp(max=50))
-""",
+        fix=BFLOAT16 + SAFE_EXP,
     ),
 )
 def inf(window: Window) -> Iterator[Fact]:

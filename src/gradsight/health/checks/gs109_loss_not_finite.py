@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.fixes import SAFE_LOG
 from gradsight.health.registry import Advice, Asked, Fact, check
 from gradsight.health.window import Window
 from gradsight.values.wording import short_place
@@ -21,11 +22,7 @@ from gradsight.values.wording import short_place
             "A term of the loss is NaN or infinite: look for a logarithm or a root of a negative "
             "number or of 0, for a division by 0, and for NaN in the data or the labels."
         ),
-        fix="""
-# in a loss of your own: a logarithm that is finite at 0 and below
-def safe_log(x, eps=1e-8):
-    return torch.log(x.clamp_min(eps))
-""",
+        fix=SAFE_LOG,
     ),
 )
 def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
@@ -43,7 +40,7 @@ def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
         place = short_place(at_end.place)
         text = f"`{at_end.name}` was {what} when the script ended at {place}, in step {at_end.step}"
         if at_end.inputs:
-            text += f"; not finite there either: {', '.join(at_end.inputs)}"
+            text += f"; also not finite there: {', '.join(at_end.inputs)}"
         yield Fact(text, severity="critical", first_step=at_end.step)
         return
     # Where no label counts, that is the reason, and has a finding of its own: GS606.

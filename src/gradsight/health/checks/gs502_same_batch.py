@@ -17,7 +17,7 @@ from gradsight.health.window import Window
             "Every step is given the same batch in new tensors. Check that the loader advances "
             "(next(iter(loader)) starts over), that its random state is not reset, and that the "
             "tokenizer or the template does not turn every text into the same tokens. If this "
-            "is full-batch training on purpose, silence it with health={'GS502': False}."
+            "is full-batch training on purpose, silence this check."
         ),
         fix=NEW_BATCHES,
     ),

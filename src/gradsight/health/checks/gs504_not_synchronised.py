@@ -17,7 +17,7 @@ from gradsight.values.measured import RankDigests
         recommendation=(
             "Each rank trains a model of its own: the gradients are not averaged over the ranks. "
             "Wrap the model in DistributedDataParallel before you make the optimizer. If your "
-            "ranks train apart on purpose, silence it with health={'GS504': False}."
+            "ranks train apart on purpose, silence this check."
         ),
         fix="""
 # before the optimizer is made: average the gradients over all ranks
@@ -69,7 +69,7 @@ _CALL_THE_WRAPPER = Advice(
         "Each rank trains a model of its own: gradients are averaged over the ranks only if the "
         "loop calls the wrapped model. Call what DistributedDataParallel or "
         "accelerator.prepare(model) returned, not the module inside it. If your ranks train apart "
-        "on purpose, silence it with health={'GS504': False}."
+        "on purpose, silence this check."
     ),
     fix="""
 # before the loop, in place of your line with DistributedDataParallel

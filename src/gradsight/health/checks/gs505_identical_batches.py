@@ -16,7 +16,7 @@ from gradsight.health.window import Window
         recommendation=(
             "All ranks train on the same batches, so additional ranks add nothing: give each rank "
             "its own part of the data. If that is intended (tensor or pipeline parallelism, or an "
-            "overfitting test), silence it with health={'GS505': False}."
+            "overfitting test), silence this check."
         ),
         fix="""
 # before the loop: a different part of the data for every rank

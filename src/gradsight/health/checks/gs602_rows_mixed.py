@@ -16,7 +16,7 @@ from gradsight.health.window import Window
             "What the model gives for one row depends on the input of another: look for "
             "layers that want time first (batch_first), softmax or statistics over dimension "
             "0, and view() where transpose() is meant. If rows are compared on purpose, "
-            "silence it with health={'GS602': False}."
+            "silence this check."
         ),
         fix="""
 # before the loop: tell layers that expect time first
