@@ -20,6 +20,7 @@ from gradsight.core.beside import is_compiled
 from gradsight.core.calls import is_suspended
 from gradsight.core.guard import Guard
 from gradsight.core.hooks import put_module_hook
+from gradsight.core.loss_graph import nodes_below
 from gradsight.core.parameters import unwrapped
 from gradsight.core.samples import tensors_in
 from gradsight.core.shards import local_part
@@ -434,7 +435,8 @@ class Networks:
         if not given:
             return False
         self._walks -= 1
-        return any(id(tensor) in parameters for tensor in _leaves(given))
+        nodes = nodes_below((tensor.grad_fn for tensor in given), _NODES)
+        return any(id(getattr(node, "variable", None)) in parameters for node in nodes)
 
     # At the end.
 
@@ -650,21 +652,6 @@ def _parts(module: nn.Module, name: str, wanted: set[int]) -> Iterator[str]:
             yield from _parts(
                 child, f"{name}[{path}]" if path.isdigit() else f"{name}.{path}", wanted
             )
-
-
-def _leaves(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters that some tensors were computed with, as far as that is soon found."""
-    seen: set[Any] = set()
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while waiting and len(seen) < _NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            yield variable
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _is_named_after(variable: str | None, network: _Network) -> bool:

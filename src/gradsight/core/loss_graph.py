@@ -5,7 +5,7 @@ for no device.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -80,6 +80,22 @@ def source_of(node: Any, output: int) -> Any:
     if node is not None and node.name() == "_DDPSinkBackward":
         node, output = node.next_functions[output]
     return node
+
+
+def nodes_below(nodes: Iterable[Any], most: int | None = None) -> Iterator[Any]:
+    """Yield autograd nodes and all nodes that their gradients flow to, each once.
+
+    nodes: None among them stands for a tensor without a gradient. most: the limit; None: no limit.
+    """
+    waiting = [node for node in dict.fromkeys(nodes) if node is not None]
+    known = set(waiting)
+    while waiting and (most is None or len(known) <= most):
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                waiting.append(following)
 
 
 def saved(node: Any, name: str) -> Any:

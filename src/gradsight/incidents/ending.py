@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gradsight.core.layouts import is_plain
+from gradsight.core.loss_graph import nodes_below
 from gradsight.core.source import owner_of
 from gradsight.incidents.diagnosis.numbers import nonfinite_in, summary
 from gradsight.values.wording import summarized
@@ -71,7 +72,7 @@ def broken_loss(frames: Sequence[Running], parameters: Sequence[Tensor]) -> Brok
         healed: set[Any] = set()
         for (_, loss), state in zip(losses, states, strict=True):
             if not state:
-                healed |= _nodes_below(loss)
+                healed.update(nodes_below([loss.grad_fn], _MOST_NODES))
         for (name, loss), state in zip(losses, states, strict=True):
             if state and loss.grad_fn not in healed:
                 inputs = tuple(_broken_inputs(frame))
@@ -113,17 +114,5 @@ def _trains(loss: Tensor, trained: set[int]) -> bool:
     """Whether a gradient of this tensor would reach one of these parameters."""
     return any(
         node.name().endswith("AccumulateGrad") and id(node.variable) in trained
-        for node in _nodes_below(loss)
+        for node in nodes_below([loss.grad_fn], _MOST_NODES)
     )
-
-
-def _nodes_below(tensor: Tensor) -> set[Any]:
-    """The autograd nodes that a tensor was made by."""
-    found: set[Any] = {tensor.grad_fn}
-    waiting: list[Any] = [tensor.grad_fn]
-    while waiting and len(found) < _MOST_NODES:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                waiting.append(node)
-    return found

@@ -27,6 +27,7 @@ from gradsight.core.devices import accelerators
 from gradsight.core.guard import Guard, put_back
 from gradsight.core.hooks import put_module_hook
 from gradsight.core.layouts import held_bytes, versions
+from gradsight.core.loss_graph import nodes_below
 from gradsight.core.parameters import called_module, unwrapped
 from gradsight.core.passes import BackwardPass, this_thread
 from gradsight.core.random_state import torch_states
@@ -532,17 +533,9 @@ def _numbers(used: Sequence[KeptCall], dropped: Counter[tuple[int, str]]) -> lis
 
 
 def _reaches(tensors: Iterable[Tensor], targets: set[Any]) -> bool:
-    """Whether one of these autograd nodes is among those that made some tensors."""
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    reached = set(waiting)
-    while waiting and len(reached) < _MOST_NODES:
-        node = waiting.pop()
-        if node in targets:
-            return True
-        following = {each for each, _ in node.next_functions if each is not None} - reached
-        reached |= following
-        waiting += following
-    return False
+    """Return whether one of these autograd nodes is among those that made some tensors."""
+    below = nodes_below((tensor.grad_fn for tensor in tensors), _MOST_NODES)
+    return any(node in targets for node in below)
 
 
 def _spectral_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

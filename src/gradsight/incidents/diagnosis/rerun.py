@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsight.core.loss_graph import nodes_below
 from gradsight.core.samples import tensors_in
 from gradsight.errors import GradsightError
 
@@ -57,17 +58,5 @@ def are_last(outputs: Sequence[Tensor]) -> list[bool]:
     inner: set[Any] = set()
     for node in nodes:
         if node is not None and node not in inner:
-            inner |= _before(node)
+            inner.update(nodes_below(following for following, _ in node.next_functions))
     return [node is None or node not in inner for node in nodes]
-
-
-def _before(node: Any) -> set[Any]:
-    """All autograd nodes that this one's gradient flows to, itself not among them."""
-    reached: set[Any] = set()
-    waiting = [node]
-    while waiting:
-        for following, _ in waiting.pop().next_functions:
-            if following is not None and following not in reached:
-                reached.add(following)
-                waiting.append(following)
-    return reached
