@@ -59,9 +59,9 @@ def models_of(
 
 
 def without_average(model: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Return the child that is trained, if a module holds that and copies of it, and no more.
+    """Return the trained child if a module holds only that child and averaged copies of it.
 
-    So do classes that average a model. The script calls the child by a variable of its own.
+    Return the module itself otherwise. The script has its own variable for the child.
     """
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     trained = {id(tensor) for tensor in model.parameters()} & held

@@ -56,9 +56,9 @@ def variable_of(thing: object) -> str | None:
 
 
 def has_variable(module: nn.Module) -> bool:
-    """Return whether a variable or an attribute of the script holds a module itself.
+    """Return whether a variable or an attribute of the script refers to a module directly.
 
-    A part of another module is reached through that one's attributes too: that does not count.
+    A reference through the parent module does not count.
     """
     return any("._modules[" not in path for path, _ in _paths(module))
 
@@ -76,10 +76,10 @@ def _names_of_model(model: nn.Module) -> Iterator[str]:
 
 
 def _with_the_same_parameters(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model and the modules inside it that hold all of its parameters, the outermost first.
+    """Yield a model and its inner modules that hold all of its parameters, outermost first.
 
-    A library may put the script's model into a loss of its own, which no variable holds. The first
-    module of a class of the script is the last one.
+    A library may wrap the script's model in a loss module that no variable refers to. The search
+    stops at the first module whose class the script defines.
     """
     count = sum(1 for _ in model.parameters())
     inner: nn.Module | None = model

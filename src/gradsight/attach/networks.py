@@ -41,13 +41,13 @@ a run that was cut short would have done is not known.
 _TARGETS = ("target", "ema", "teacher", "frozen", "old", "ref", "momentum", "avg", "average")
 """Parts of names of networks that are copied from another one."""
 _NODES = 5000
-"""Nodes of a graph that are looked at."""
+"""The largest number of autograd nodes to visit in one graph."""
 _WALKS = 16
-"""Graphs that are looked at after each of the looks."""
+"""The largest number of autograd graphs to search after each look."""
 _SHOWN_PARTS = 8
 """Parts of a network that are named one by one."""
 _SAYS_NOTHING = re.compile(r"optimi[sz]ers?|optim|opt|network|model|module|net|_|\W")
-"""Parts of a variable's name that say what kind of thing it is, not which one."""
+"""Parts of a variable's name that name only its kind, such as "optimizer" or "net"."""
 
 
 @dataclass(slots=True)
@@ -73,11 +73,11 @@ class _Moving:
     held: frozenset[int]
     """The ids of its parameters."""
     first_step: int | None = None
-    """The first step of all optimizers' that was this one's, of those that were looked at."""
+    """The first observed step of this optimizer, counted over the steps of all optimizers."""
     last_step: int = 0
 
     def takes_turns_with(self, other: "_Moving") -> bool:
-        """Whether neither of them has taken the place of the other."""
+        """Return whether both optimizers are in use, so that neither replaced the other."""
         if self.first_step is None or other.first_step is None:
             return False
         return self.first_step < other.last_step and other.first_step < self.last_step
@@ -115,7 +115,7 @@ class _Network:
     reached: frozenset[int] = frozenset()
     """The positions of its parameters that have had a gradient."""
     parts: tuple[str, ...] = ()
-    """Where these are not all: the modules that they make up."""
+    """The modules that hold the reached parameters, if the network has other parameters too."""
     followers: set[int] = field(default_factory=set)
     """The ids of optimizers that stepped right after a pass that had reached it."""
     waits: bool = False
@@ -123,16 +123,16 @@ class _Network:
     was_last: bool = False
     """Whether the last pass reached it."""
     was_left: bool = False
-    """Whether a pass that had reached it was ever followed by one that did not, not by a step."""
+    """Whether a pass that missed it ever followed a pass that reached it, with no step between."""
 
     @property
     def may_compare(self) -> bool:
-        """Whether it may be a fixed network that compares outputs with data."""
+        """Return whether the network may be a fixed one that compares outputs with data."""
         return self.from_trained and self.from_data and not self.is_in_a_circle
 
     @property
     def is_in_a_circle(self) -> bool:
-        """Whether it was called with the output of a trained model, and that one with its own."""
+        """Return whether the network and a trained model each take the other's output as input."""
         return bool(self.from_models & self.to_models)
 
     def passed(self, reached: bool) -> None:
@@ -365,7 +365,7 @@ class Networks:
         module: nn.Module | None,
         idle: KnownOptimizer | None,
     ) -> None:
-        """Name it after those of its parameters that get gradients."""
+        """Note which parameters of a network get gradients, and name the network after them."""
         known = [ref() for ref, _ in network.samples]
         reached = {id(tensor) for tensor in tensors if tensor.grad is not None}
         now = frozenset(place for place, each in enumerate(known) if id(each) in reached)
@@ -393,7 +393,7 @@ class Networks:
         self._put_hook(module, called)
 
     def _hook_circle(self, network: _Network) -> None:
-        """See until the next look whether it and a trained model are called with their outputs."""
+        """Watch, until the next look, whether a network and a trained model form a cycle."""
         module = network.reference()
         if not isinstance(module, nn.Module):
             return
@@ -548,7 +548,7 @@ class Networks:
         return next(iter(meant or pairs), [])
 
     def _meant_for(self, network: _Network, pair: Sequence[_Moving]) -> _Moving | None:
-        """Return the one that was meant for this network; None: that cannot be told."""
+        """Return the optimizer that was meant for this network; None if that is not known."""
         followers = [each for each in pair if self._follows(each, network)]
         named = [each for each in pair if _is_named_after(each.note.variable, network)]
         if len(named) == 1:
@@ -556,7 +556,7 @@ class Networks:
         return followers[0] if len(followers) == 1 else None
 
     def _names_of_held(self, held: Trained | None, pair: Sequence[_Moving]) -> tuple[str, ...]:
-        """Return the names in the record of what is held in place of a network."""
+        """Return the recorded names of the parameters that the optimizer holds by mistake."""
         if held is not None:
             return _recorded_names(held)
         wanted = pair[0].held if pair else frozenset()
@@ -639,7 +639,7 @@ def _called(
 
 
 def _parts(module: nn.Module, name: str, wanted: set[int]) -> Iterator[str]:
-    """Yield the outermost modules of which all that may learn is wanted, and lone parameters."""
+    """Yield the outermost modules whose trainable parameters are all wanted, then single ones."""
     mine = {id(tensor) for tensor in module.parameters() if _may_learn(tensor)}
     if mine and mine <= wanted:
         yield name

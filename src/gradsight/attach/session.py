@@ -116,7 +116,7 @@ class _Known:
     """Whether it leaves the update to an optimizer that it holds."""
 
     def notice_rate(self) -> None:
-        """Note its largest learning rate, now or of its schedule, if it was larger than before."""
+        """Update the largest learning rate that the optimizer or its schedule has had so far."""
         optimizer = self.reference()
         if optimizer is None or self.stepped_at is None:
             return
@@ -149,7 +149,7 @@ class Session:
         self._groups: list[_Shared] = []
         self._copies = 0
         self._processes_apart = 0
-        """How many processes were launched and have made no group, each with a model of its own."""
+        """How many processes were launched together without a process group; 0 otherwise."""
         self._names: list[str] = []
         self._known: list[_Known] = []
         self._by_id: dict[int, _Known] = {}
@@ -282,7 +282,7 @@ class Session:
         ]
 
     def _living(self) -> Iterator[tuple[_Known, KnownOptimizer]]:
-        """Yield the script's optimizers that still exist."""
+        """Yield the script's optimizers that still exist, except wrappers."""
         for known in self._known:
             optimizer = known.reference()
             if optimizer is None or known.is_wrapper:
@@ -315,7 +315,7 @@ class Session:
             self._open_new()
 
     def _failed(self, where: BaseException | FrameType) -> None:
-        """The script fails before anything is watched: watch if that is because of its loss."""
+        """Open the watches if the script fails before its first pass because of its loss."""
         held = [
             tensor
             for optimizer in self._new
@@ -331,7 +331,7 @@ class Session:
     def _open_new(self) -> None:
         if not self._new:
             return
-        # From here on, the watches are told themselves.
+        # From here on, each watch has its own shutdown hooks.
         self._until_opened.close()
         new = self._new
         self._new = []
@@ -417,7 +417,7 @@ class Session:
                 watched.also_optimized_by(optimizer)
         for watched in self._watches:
             for wrapper in wrappers:
-                # One whose work is divided among ranks holds more than the optimizer inside it.
+                # ZeroRedundancyOptimizer holds more parameters than the optimizer inside it.
                 watched.also_optimized_by(wrapper, is_wrapper=True)
 
     def _note_wrapped(self, optimizer: Optimizer) -> None:
@@ -474,7 +474,7 @@ class Session:
         name = name_of(group.models, group.tensors, self._names)
         self._processes_apart = processes_apart()
         if self._processes_apart and launched_rank():
-            # Not the record of rank 0, which this process shares nothing with.
+            # This process shares nothing with rank 0, so it gets a folder of its own.
             name = f"{name}-rank{launched_rank()}"
             folder = self._run_dir / name
         else:
@@ -548,15 +548,15 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class _Unopened:
-    """A script in which nothing is watched yet, as it is told of its end."""
+    """Receives the end of a script that has no watch yet."""
 
     failed: Callable[[BaseException | FrameType], None]
 
     def close_at_exit(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: no watch is open."""
 
     def detach_in_child(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: no watch is attached."""
 
     def ended_by(self, error: BaseException) -> None:
         """An exception that nobody has caught ends the process."""

@@ -54,12 +54,12 @@ def world_size() -> int:
 
 
 def launched_rank() -> int:
-    """The rank that torchrun, or another launcher, has given this process; 0 without one."""
+    """Return the rank that torchrun or another launcher set for this process; 0 without one."""
     return _number_in_environment("RANK")
 
 
 def processes_apart() -> int:
-    """How many processes were launched together, if they have made no group; else 0."""
+    """Return how many processes were launched together without a process group; else 0."""
     if is_distributed() or "RANK" not in os.environ:
         return 0
     launched = _number_in_environment("WORLD_SIZE")

@@ -43,9 +43,10 @@ def indices(tensor: Tensor) -> list[Tensor]:
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is there: to read one whose memory was freed ends the process.
+    """Return whether the memory of a tensor is still allocated.
 
-    FSDP frees the memory of whole parameters after use, while autograd still has them saved.
+    Reading freed memory crashes the process. FSDP frees unsharded parameters after use, although
+    autograd still has them saved.
 
     >>> weight = torch.ones(2, 3)
     >>> column = weight[:, 2]

@@ -34,7 +34,7 @@ class LossForm:
     there: Tensor | None = field(default=None, repr=False, compare=False)
     """What it was multiplied by beside that, on a device: a GradScaler's scale, a count."""
     weight: Tensor | None = field(default=None, repr=False, compare=False)
-    """What the weights of a sum's entries add up to, such as the ones of a mask."""
+    """The sum of the weights of a sum's entries, for example of a mask."""
     operation: str = field(default="", repr=False, compare=False)
     """The operation that reduced the entries."""
 
@@ -99,7 +99,7 @@ def nodes_below(nodes: Iterable[Any], most: int | None = None) -> Iterator[Any]:
 
 
 def saved(node: Any, name: str) -> Any:
-    """What autograd has saved of an operation under this name; None if there is no such thing."""
+    """Return the value that autograd saved for a node under this name; None if not available."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     if getattr(raw, "unpack_hook", None) is not None:
         return None  # a hook of the script, which may compute, or run once only
@@ -147,7 +147,7 @@ def _scaled(node: Any) -> tuple[Any, Tensor | None]:
 
 
 def _operands(node: Any) -> tuple[Any, Tensor | None]:
-    """What has a gradient in a product or quotient, and the other operand; None if both have."""
+    """Return the differentiable input of a product or quotient, and its constant operand."""
     sources = [source_of(*each) for each in node.next_functions]
     for name, inner in (("other", sources[0]), ("self", sources[-1])):
         value = saved(node, name)
@@ -159,9 +159,9 @@ def _operands(node: Any) -> tuple[Any, Tensor | None]:
 
 
 def _without_smoothing(node: Any) -> Any:
-    """The loss of the classes in one with label smoothing; None if this sum is something else.
+    """Return the node of the NLL loss inside a cross-entropy with label smoothing, or None.
 
-    torch adds that loss times 1 - e, and that of all classes times e / classes.
+    torch computes (1 - e) * NLL + (e / classes) * (the loss summed over all classes).
     """
     ends = [source_of(*each) for each in node.next_functions]
     if len(ends) != 2 or any(each is None or each.name() != "MulBackward1" for each in ends):
@@ -221,5 +221,5 @@ def _weight(node: Any, entries: int) -> Tensor | None:
     weights = _operands(source)[1]
     if weights is None or not weights.numel() or is_sharded(weights):
         return None
-    # They are repeated where they have fewer dimensions.
+    # Broadcasting repeats weights that have fewer entries.
     return weights.detach().sum(dtype=torch.float32) * (entries / weights.numel())

@@ -85,8 +85,8 @@ def was_only_added_to(gradient: Tensor | None, before: GradientState, times: int
 def _version(gradient: Tensor) -> int:
     if type(gradient) is Tensor:
         return gradient._version
-    # FSDP2 adds to the local part, tensor parallelism to the DTensor around it: neither notices
-    # what is added to the other one.
+    # FSDP2 adds to the local tensor, and tensor parallelism adds to the DTensor around it. Each
+    # has its own version counter.
     local = getattr(gradient, "_local_tensor", None)
     return gradient._version + (0 if local is None else local._version)
 
@@ -123,7 +123,7 @@ class BackwardPass:
     writes: dict[int, int]
     """How often it has written each parameter so far, as far as hooks tell; by id."""
     keeps_graph: bool = False
-    """Whether another pass may go through its graph; otherwise that is freed."""
+    """Whether the pass retains its graph, as with retain_graph=True."""
 
 
 class Course:

@@ -25,8 +25,8 @@ Kind = Literal["ddp", "loose ddp", "uncalled ddp", "fsdp", "other"]
 """How ranks share a model.
 
 "loose ddp": DistributedDataParallel that may let ranks differ for some steps on purpose.
-"uncalled ddp": one was made, but the script calls the module inside it.
-"other": such as tensor parallelism.
+"uncalled ddp": a DistributedDataParallel exists, but the script calls the module inside it.
+"other": another way, such as tensor parallelism.
 """
 
 
@@ -60,7 +60,7 @@ class Sharing:
             self._without = "other"
 
     def kind(self) -> Kind | None:
-        """Return how it is now; None where the ranks share nothing."""
+        """Return how the ranks share the parameters now; None if they share nothing."""
         wrappers = [wrapper for each in self._wrappers if (wrapper := each()) is not None]
         if not wrappers:
             return "ddp" if self._wrappers else self._without
@@ -71,14 +71,14 @@ class Sharing:
 
 def _was_called(wrapper: DistributedDataParallel) -> bool:
     """Whether this wrapper was called; True where that is not known."""
-    # Compiled code, and the reducer that compiling brings, leave no trace of the first call.
+    # Compiled code and the Python reducer leave no trace of the first call.
     if process_compiles() or getattr(wrapper, "_use_python_reducer", False):
         return True
     return bool(getattr(wrapper, "_lazy_init_ran", True))
 
 
 def _is_loose(wrapper: DistributedDataParallel) -> bool:
-    """Whether ranks may differ on purpose: local SGD, Join, a hook, replicas of some ranks only."""
+    """Return whether ranks may differ on purpose, as with local SGD, join or a hook."""
     return (
         not reduces_gradients(wrapper)
         or allows_uneven_steps(wrapper)

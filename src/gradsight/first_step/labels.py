@@ -229,7 +229,7 @@ def _padding(
         # Without a mask a layer may say which token pads.
         hidden = [_Hidden(_ends(each, token), token, each) for each, token in seen.padded]
     found = [each for each in (_counted_padding(place, classes) for place in hidden) if each]
-    # An encoder's input may be as long as the labels, which belong to another one.
+    # Prefer the input that belongs to the labels: an encoder's input may have the same length.
     own = (each for each in found if each[0] is not None and each[0].in_targets)
     return next(own, found[0] if found else (None, None))
 
@@ -326,7 +326,7 @@ def _counted_padding(
 
 
 def _marks_targets(hidden: _Hidden, values: Tensor, counts: Tensor) -> bool:
-    """Whether the token that pads inputs marks padding among labels, and does not end texts."""
+    """Return whether the padding token of the inputs marks only padding in the labels too."""
     given = hidden.given.to(values.device)
     if bool(((given == hidden.token) & ~hidden.places.to(values.device)).any()):
         return False

@@ -166,7 +166,7 @@ class Operations(TorchFunctionMode):
         self.targets.append(SeenTargets(values, torch.ones_like(values, dtype=torch.bool)))
 
     def _see_scatter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Labels that are written into a table of classes, as for label smoothing by hand."""
+        """Record labels that are scattered into one-hot targets, as in manual label smoothing."""
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if len(tensors) != 2 or len(self.targets) >= _MOST:
             return

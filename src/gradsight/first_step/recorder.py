@@ -38,7 +38,7 @@ from gradsight.values.first_step import ConstantLoss, CountedLabels, FedLoss
 _CALLS = 16
 """Calls before one backward pass that are kept."""
 _FRAMES = 8
-"""Frames of the script that tell one place of a call from another."""
+"""How many frames of the script identify the place of a call."""
 _PASSES = 64
 """Passes that are recorded for one holder; then nobody will come for more."""
 NOTE = "gradsight.preflight"
@@ -107,7 +107,7 @@ class PassRecorder:
         self._holders: dict[int, int] = {}
         self._hooked: set[int] = set()
         self._called: set[int] = set()
-        """The ids of modules that were called, not from inside of another one."""
+        """The ids of modules that the script called directly, not through another module."""
         self._guard: Guard | None = None
         self._calls: list[SeenCall] = []
         self._open: nn.Module | None = None

@@ -34,9 +34,9 @@ class Placement:
 
 
 def find_placements(source: Tensor, targets: Sequence[SeenTargets]) -> list[Placement]:
-    """Where the targets are found in an input; empty where they are not, or where that is in doubt.
+    """Return where an input contains the targets; empty if it does not, or if that is unclear.
 
-    Targets at the place of their inputs are found in both orders of rows and time.
+    If the targets are not shifted, both orders of batch and time can fit.
     """
     candidates = [placement for each in targets for placement in _placements(source, each)]
     candidates.sort(key=lambda placement: placement.share, reverse=True)

@@ -28,8 +28,8 @@ inputs, targets = inputs[finite], targets[finite]
 """
 
 STABLE_CLASSES = """
-# in the loop, instead of the forward pass: a stable loss of classes
-# (if your loss takes a logarithm of softmax or sigmoid by hand)
+# in the loop, instead of the forward pass: a stable classification loss
+# (if your own loss takes the logarithm of a softmax or sigmoid)
 loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 """
 
@@ -224,7 +224,7 @@ _WIDTH = 74
 
 
 def folded(call: str) -> str:
-    """Return a line of code that calls something, over three lines if it is too wide."""
+    """Return a call as one line of code, or wrapped over three lines if it is too wide."""
     if len(call) <= _WIDTH:
         return call
     return call.replace("(", "(\n    ", 1).removesuffix(")") + "\n)"

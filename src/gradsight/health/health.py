@@ -70,7 +70,7 @@ class Health:
         self._parameters = parameters
         self._options = options
         self._optimizers = [innermost_optimizer(each) for each in optimizer_list(optimizers)]
-        # A wrapper that divides its work among ranks holds more than the optimizer inside it.
+        # ZeroRedundancyOptimizer holds more parameters than the optimizer inside it.
         chains = [wrapping(each) for each in optimizer_list(optimizers)]
         self._optimizers_elsewhere = [
             each for chain in chains for each in chain[:-1] if isinstance(each, Optimizer)
@@ -124,7 +124,7 @@ class Health:
         return rules
 
     def add_optimizer(self, optimizer: Any, step: int) -> None:
-        """An optimizer trains the same parameters from this step on, maybe in place of another."""
+        """Add an optimizer that trains the same parameters from this step on, or replaces one."""
         inner = innermost_optimizer(optimizer)
         given = parameters_of(inner)
         stay = [each for each in self._optimizers if parameters_of(each) - given]
@@ -167,7 +167,7 @@ class Health:
         return findings + self._judge.compare_digests(measured.rank_digests)
 
     def advised(self, findings: Sequence[Finding]) -> list[Finding]:
-        """The same findings, each with advice for the operation that it was found to come from."""
+        """Return the findings, each with advice for the operation that its diagnosis names."""
         return self._judge.advised(findings)
 
     def _take_optimizers(self) -> None:

@@ -120,7 +120,7 @@ class Judge:
         """Judge the loss that the script failed on."""
         window = self.window
         made = [each.finding.code for each in self._running if each.finding is not None]
-        # A step that was made later shows that the script went on.
+        # A later optimizer step shows that the script survived this loss.
         is_over = window.steps_seen and window.step.step >= loss.step
         # A loss times the factor of a GradScaler may be infinite on purpose.
         is_scaled = loss.state == "inf" and window.step.scale is not None
@@ -185,9 +185,9 @@ class Judge:
         return [replace(each, caused_by=causes[each.code]) for each in news]
 
     def _ask(self, asked: Sequence[_Running], patient: bool) -> None:
-        """Have some checks look at the window."""
+        """Run checks on the window."""
         window = self.window
-        # No function for a single check: this is run for many, at every step.
+        # The loop body is not a function of its own, because it runs often at every step.
         for each in asked:
             check = each.settings.check
             gate = check.asked.gate

@@ -10,16 +10,16 @@ from gradsight.values.findings import Finding
 _CODES = ("GS103", "GS104", "GS109")
 """Findings of what is not finite."""
 _HALF = "float16"
-_IN_FLOAT32 = "Compute it in float32, because small numbers like these vanish in half precision."
+_IN_FLOAT32 = "Compute this in float32: half precision is too coarse for such small constants."
 
 DATA = Advice(
-    "A value of this batch is NaN or infinite. Find out where it comes from (a file, or a "
-    "normalisation that divides by 0), and leave out such samples until then.",
+    "A value of this batch is NaN or infinite. Find out where it comes from, for example a file or "
+    "a normalisation that divides by 0. Until you have fixed it, leave out such samples.",
     DROP_SAMPLES,
 )
 OPERAND = Advice(
-    "A label, a weight or a constant in the loss is NaN or infinite. Find out where that comes "
-    "from. Often, a mean over nothing or a division by a standard deviation of 0 has made it.",
+    "A label, a weight or a constant in the loss is NaN or infinite. Find out where it comes from. "
+    "A common cause is a mean of an empty tensor or a division by a standard deviation of 0.",
     DROP_SAMPLES
     + """
 # in a loss of your own: normalise without dividing by 0
@@ -88,7 +88,7 @@ def safe_std(x, dim=-1, eps=1e-6):
 """,
 )
 VARIANCE = Advice(
-    "The variance of one value is NaN, because it is divided by 0: take the biased variance.",
+    "The variance of one value is NaN, because torch divides by n - 1 = 0. Take the biased one.",
     """
 # in the model or the loss: a variance that is finite for one value
 def safe_var(x, dim=-1):
@@ -97,8 +97,8 @@ def safe_var(x, dim=-1):
 )
 EXPONENTIAL = Advice(
     "An exponential overflowed: its argument was too large. For a logarithm of a sum of "
-    "exponentials, use torch.logsumexp(). For shares, use softmax(). Both subtract the maximum "
-    "first. Otherwise, limit the argument.",
+    "exponentials, use torch.logsumexp(). For probabilities, use softmax(). Both subtract the "
+    "maximum first. Otherwise, limit the argument.",
     SAFE_EXP,
 )
 ANGLE = Advice(
@@ -139,7 +139,7 @@ BY_OPERATION = {
 
 
 def advice_of(finding: Finding) -> Advice | None:
-    """The advice for the operation that a finding comes from; None where the general one holds."""
+    """Return advice for the operation behind a finding; None if the general advice applies."""
     operation = None if finding.diagnosis is None else finding.diagnosis.operation
     if operation is None or finding.code not in _CODES:
         return None
@@ -149,7 +149,7 @@ def advice_of(finding: Finding) -> Advice | None:
 def _advice_for(operation: GuiltyOperation) -> Advice | None:
     if operation.phase == "before":
         return DATA if operation.operation == "input" else None
-    # What comes first is sure; a guess says so first.
+    # The text before the first ";" is certain, unless it says "likely".
     if BROKEN_OPERAND in operation.detail.partition(";")[0]:
         return OPERAND
     if operation.operation == f"to({_HALF})":

@@ -99,12 +99,12 @@ class RankDigestExchange:
         return landed
 
     def before_backward(self, _: object) -> None:
-        """A backward pass begins: what the step before has done to the weights is complete now."""
+        """Read the weights before a backward pass, when the previous update is complete."""
         self._read_weights()
 
     def _read_weights(self) -> None:
-        # Not when the optimizer's step ends: ZeroRedundancyOptimizer calls another optimizer, and
-        # sends what that one has updated to the other ranks afterwards.
+        # The end of the inner step is too early: ZeroRedundancyOptimizer sends the updated weights
+        # to the other ranks only afterwards.
         for each in self._steps:
             if each.weights is None:
                 each.weights = extremes(self._tensors)
@@ -162,7 +162,7 @@ def extremes(tensors: Sequence[Tensor]) -> list[HostCopy]:
 def _checksum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
     total = 0
     for array in arrays:
-        # One zero and one NaN: their bits may differ where nothing else does.
+        # Make all zeros and all NaNs equal, because their bits may differ.
         numbers = np.where(np.isnan(array), np.nan, array.astype(np.float64) + 0.0)
         total = zlib.crc32(np.ascontiguousarray(numbers).tobytes(), total)
     return total

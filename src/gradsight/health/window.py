@@ -74,7 +74,7 @@ class SeveralOptimizers:
     call: str | None = None
     """Code that makes one like the last of them, with {given} for the parameters."""
     held_twice: tuple[int, ...] = ()
-    """Parameters that make up all that each of two optimizers holds."""
+    """Parameters of two optimizers that hold exactly the same parameters, by position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class Window:
     uncleared: int = 0
     """How many steps in a row the optimizer used gradients that had not been cleared."""
     is_one_of_several: bool = False
-    """Whether other models are watched too; known where gradients were not cleared."""
+    """Whether other models are watched too; only set if gradients were not cleared."""
     blocks: list[tuple[str, list[int]]] = field(default_factory=list)
     """Blocks of the model in its own order, with the rows of their matrices."""
     _block_rows: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.intp))

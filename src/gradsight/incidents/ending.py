@@ -1,7 +1,7 @@
-"""Finds the loss that a script failed on, among the variables of the functions that were running.
+"""Find the loss that made a script fail, in the local variables on the call stack.
 
-Many scripts test their loss before backward, and end if it is NaN. Nothing is read of such a loss
-while the script trains.
+Many scripts test their loss before backward, and end if it is NaN. Gradsight does not see such a
+loss during training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _MOST_FRAMES = 100
 _MOST_VARIABLES = 10_000
 _MOST_NODES = 100_000
 _MOST_ENTRIES = 10**7
-"""Of the variables beside the loss that are read."""
+"""The largest number of tensor entries to read from other variables of the function."""
 _MOST_NAMED = 3
 
 Running = tuple[FrameType, int]
@@ -41,7 +41,7 @@ class BrokenLoss:
 
 
 def running(where: BaseException | FrameType) -> list[Running]:
-    """The functions that an exception went through, or that called one; the innermost first."""
+    """Return the functions on the call stack of an exception or a frame, innermost first."""
     found: list[Running] = []
     if isinstance(where, BaseException):
         trace = where.__traceback__
@@ -57,9 +57,9 @@ def running(where: BaseException | FrameType) -> list[Running]:
 
 
 def broken_loss(frames: Sequence[Running], parameters: Sequence[Tensor]) -> BrokenLoss | None:
-    """The newest loss of these parameters that is not finite; None if there is none.
+    """Return the newest non-finite loss of these parameters; None if there is none.
 
-    A loss that a finite loss was made of does not count: the script has taken care of it.
+    A non-finite loss in the graph of a finite one does not count: the script handled it.
     """
     trained = set(map(id, parameters))
     for frame, line in frames[:_MOST_FRAMES]:
@@ -81,7 +81,7 @@ def broken_loss(frames: Sequence[Running], parameters: Sequence[Tensor]) -> Brok
 
 
 def _numbers_of(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
-    """The variables of a function that hold one number with a gradient to come, such as a loss."""
+    """Yield the local variables that hold a differentiable scalar, such as a loss."""
     for name, value in list(frame.f_locals.items())[:_MOST_VARIABLES]:
         if (
             type(value) is Tensor
@@ -94,7 +94,7 @@ def _numbers_of(frame: FrameType) -> Iterator[tuple[str, Tensor]]:
 
 
 def _broken_inputs(frame: FrameType) -> Iterator[str]:
-    """The first variables of a function that hold data that is not finite, in words."""
+    """Yield descriptions of the first local variables whose data contains NaN."""
     entries = named = 0
     for name, value in list(frame.f_locals.items())[:_MOST_VARIABLES]:
         # A mask is infinite on purpose: only NaN counts.

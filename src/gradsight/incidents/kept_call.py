@@ -68,7 +68,7 @@ class KeptCall:
         self.gradient_bytes = 0
 
     def changed(self) -> bool:
-        """Whether somebody has changed an argument in place since, or freed its memory."""
+        """Return whether an argument was changed in place or freed since the call."""
         if not all(map(is_in_memory, self.tensors)):
             return True
         return versions(self.tensors) != self.versions

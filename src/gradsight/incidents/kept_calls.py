@@ -378,7 +378,7 @@ class KeptCalls:
         return BackwardGraph(nodes, values, lines, backward_caller)
 
     def unfinished(self, loss: Tensor) -> BackwardGraph | None:
-        """Return the graph of a loss of the step under way that backward was not called on."""
+        """Return the graph of a loss of the current step on which backward was not called."""
         between = self._loss_lines.under_way(loss)
         if between is None:
             return None

@@ -81,7 +81,7 @@ class LossLines:
             loss = _loss(nodes, between)
             lines = tuple(_line_of(node, caller) for node in nodes)
             known = self._known.get(loss, lines)
-            # The same operations from two places: neither can be named.
+            # If two lines run the same operations, the diagnosis can name neither of them.
             self._known[loss] = tuple(
                 line if line == other else None for line, other in zip(lines, known, strict=True)
             )
@@ -110,7 +110,7 @@ class LossLines:
         return {node: line for node, line in zip(nodes, lines, strict=False) if line is not None}
 
     def under_way(self, loss: Tensor) -> Between | None:
-        """Where a loss lies that backward was not called on; None if it is of an earlier step."""
+        """Return the place of a loss without a backward pass; None for one of an earlier step."""
         node: Any = loss.grad_fn
         if not self._begun or node._sequence_nr() < self._since:
             return None
@@ -127,7 +127,7 @@ class LossLines:
         ]
         if not known and self._noting:
             known = [tuple(_line_of(node, None) for node in nodes)]
-        # The same operations from two places: neither can be named.
+        # If two lines run the same operations, the diagnosis can name neither of them.
         agreed = (each[0] if len(set(each)) == 1 else None for each in zip(*known, strict=True))
         return {node: line for node, line in zip(nodes, agreed, strict=False) if line is not None}
 

@@ -79,7 +79,7 @@ class PassWatch:
 
     def start(self) -> None:
         """Begin to watch."""
-        # A run may be watched from its first pass on, which a closure may have called.
+        # The first watched backward pass may run inside a closure.
         self._inside_step = _is_inside_step()
         moments.listen(self, self._guard, self._parameters)
         put_hook(self._guard, register_optimizer_step_pre_hook, self._step_begins)
@@ -261,9 +261,9 @@ class _Left:
         return _is_zero(ends[0], ends[-1])
 
     def are_kept_elsewhere(self) -> bool:
-        """Whether parameters carry a tensor that may hold these gradients when `.grad` is cleared.
+        """Return whether a parameter has another attribute that may hold these gradients.
 
-        Opacus sums the clipped gradients of samples there, over several passes.
+        Opacus sums clipped per-sample gradients in such an attribute over several passes.
         """
         parameter = self._parameter()
         shape = () if parameter is None else parameter.shape
@@ -286,7 +286,7 @@ def _is_zero(*gradients: Tensor) -> HostCopy:
 
 
 def _is_inside_step() -> bool:
-    """Whether an optimizer's step has called this, as it calls hooks and a closure."""
+    """Return whether this code runs inside an optimizer's step, in a hook or a closure."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # torch wraps `step`, and calls hooks before it.

@@ -21,7 +21,7 @@ _excepthook: list[tuple[Any, Any]] = []
 _WAYS_OUT: tuple[tuple[Any, str], ...] = ((sys, "exit"), (Quitter, "__call__"))
 """The functions by which a script ends itself."""
 _exits: list[tuple[Any, Any]] = []
-"""The same of these."""
+"""Our replacement and the original of each exit function, while a run is open."""
 
 
 class Closable(Protocol):
@@ -37,7 +37,7 @@ class Closable(Protocol):
         """An exception that nobody has caught ends the process."""
 
     def given_up(self, frame: FrameType) -> None:
-        """The script calls sys.exit() in this function and says that it has failed."""
+        """Handle a call of sys.exit(), exit() or quit() with an error status."""
 
 
 class ShutdownHooks:
@@ -80,7 +80,7 @@ class ShutdownHooks:
             self._run.ended_by(error)
 
     def given_up(self, frame: FrameType) -> None:
-        """The script says that it has failed."""
+        """Pass on that the script exits with an error status."""
         if os.getpid() == self._process:
             self._run.given_up(frame)
 
@@ -111,7 +111,7 @@ def _replace_excepthook() -> None:
 
 
 def _replace_exits() -> None:
-    """Be told of sys.exit(), and of exit() and quit(): they do not call an excepthook."""
+    """Replace sys.exit(), exit() and quit(), because they do not call the excepthook."""
     _exits[:] = [_replaced(owner, name) for owner, name in _WAYS_OUT]
 
 
@@ -120,7 +120,7 @@ def _replaced(owner: Any, name: str) -> tuple[Any, Any]:
 
     @functools.wraps(original)
     def ours(*given: Any, **named: Any) -> Any:
-        """Tell every open run if the script has failed, then do what would have been done."""
+        """Notify every open run if the status is an error, then call the original function."""
         status = named.get("code", given[-1] if given else None)
         is_fine = status is None or (isinstance(status, int) and status == 0)
         is_fine = is_fine or isinstance(status, Quitter)  # exit() without a status

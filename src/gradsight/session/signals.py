@@ -395,7 +395,7 @@ class Clearing:
         touched = self._was_touched(gradient)
         # Zeros that were always there look untouched, and are as good as cleared.
         if not touched and self._passes == 0 and gradient is not None:
-            # Of a DTensor, this rank's part: to ask all ranks would need all of them here.
+            # Read only the local part of a DTensor, because reading all of it needs all ranks.
             values = local_part(gradient.detach())
             begun.notes[self] = HostCopy.of((values == 0).all().reshape(1))
             return

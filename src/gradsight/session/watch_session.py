@@ -544,9 +544,9 @@ class Watch:
         return None if self._brake is None else self._brake.asked_to_stop
 
     def also_optimized_by(self, optimizer: object, is_wrapper: bool = False) -> None:
-        """Note an optimizer that holds some of these parameters, but is watched elsewhere.
+        """Note an optimizer that holds some of these parameters, but that this watch does not own.
 
-        is_wrapper: it leaves the update to an optimizer inside it, which is watched.
+        is_wrapper: an inner optimizer, which is watched, makes the update.
         """
         if self._instruments.health is not None:
             self._instruments.health.also_optimized_by(optimizer)
@@ -568,7 +568,7 @@ class Watch:
         self._ended_early = True
 
     def script_failed(self, where: BaseException | FrameType) -> None:
-        """The script fails: find out whether that is because of its loss."""
+        """Find out whether the script failed because of its loss."""
         incidents, health = self._instruments.incidents, self._instruments.health
         if incidents is None or health is None or not self._group.is_first or self._closed:
             return
@@ -647,7 +647,7 @@ class _Process:
         self._watch._ended_by(error)
 
     def given_up(self, frame: FrameType) -> None:
-        """The script says that it has failed, and ends."""
+        """Handle an exit of the script with an error status."""
         self._watch.script_failed(frame)
 
 

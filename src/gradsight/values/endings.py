@@ -1,11 +1,11 @@
-"""How a script ended that failed. No torch."""
+"""How a failed script ended. This module does not import torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class LossAtEnd:
-    """The loss of a step that was never made, because the script failed."""
+    """The loss of a step that never happened, because the script failed."""
 
     step: int
     """The number of that step."""
@@ -16,5 +16,4 @@ class LossAtEnd:
     place: str
     """File and line where the script ended, in the function of that variable."""
     inputs: tuple[str, ...] = ()
-    """Variables of that function whose values no operation of the model has made, and that are not
-    finite either, each with its contents in words."""
+    """Descriptions of other variables of that function that contain NaN, such as a batch."""

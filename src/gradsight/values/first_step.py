@@ -84,7 +84,7 @@ class CopiedTargets:
     has_other_input: bool = False
     """Whether the model is given another input too, as an encoder with a decoder is."""
     time_first: bool = False
-    """Whether these are [time, rows]."""
+    """Whether the inputs and targets are [time, rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,7 @@ class PaddingLabels:
     """Whether these are the labels of a decoder, known as padding by their token alone."""
     place: str | None = None
     in_targets: bool = False
-    """Whether the token marks padding among the labels too: they are the next inputs, and the
-    token is nowhere else."""
+    """Whether the token marks only padding in the labels too, as in next-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ class StepPasses:
     """Parts in evaluation mode whose parameters learn: name, and what that switches off."""
     repeated: RepeatedPass | None = None
     why_not_repeated: str | None = None
-    """Why it cannot be told whether a line did so."""
+    """Why Gradsight does not know whether a line ran backward on several micro-batches."""
     summed: int | None = None
     """How many entries the loss is a sum over with a factor of one, before an optimizer that takes
     gradients as they are; None: it is no such sum."""

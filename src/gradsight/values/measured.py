@@ -112,7 +112,7 @@ class StepSignals:
     uncleared: bool | None = None
     """Whether the optimizer stepped on gradients that nobody had cleared since its last step."""
     is_one_of_several: bool = False
-    """Whether other models are trained beside this one; told where gradients were not cleared."""
+    """Whether other models are watched too; only set if gradients were not cleared."""
     alike_batches: int | None = None
     """How many batches in a row were the same; None where no batch was seen."""
     half: bool | None = None

@@ -36,17 +36,17 @@ class UnmovedNetwork:
     parts: tuple[str, ...] = ()
     """The parts of it that get gradients, as the script reaches them; empty: all of it."""
     with_gradient: int | None = None
-    """How many of its parameters get one; None: all of them."""
+    """How many of its parameters get a gradient; None if all do."""
     moving: MovingOptimizer | None = None
-    """The optimizer that steps in the place where this network's should, or another one."""
+    """An optimizer that steps after this network's backward pass, or any other that steps."""
     joins: bool = False
     """Whether that optimizer, and no other, steps after every pass that reaches this network."""
     held_twice: str | None = None
-    """A network that two optimizers hold, one of which was probably meant for this one."""
+    """A network in two optimizers, one of which was probably meant for the unmoved network."""
     rivals: tuple[MovingOptimizer, ...] = ()
-    """These two; only the one that was meant for this network, if that is known, comes first."""
+    """The two optimizers that hold it. If `is_known_which`, the meant one comes first."""
     is_known_which: bool = False
-    """Whether the first of them is known to be the one that was meant for this network."""
+    """Whether it is known which of the two optimizers was meant for this network."""
     held_instead: str | None = None
     """A network of the same shapes that an optimizer holds, and that never got a gradient."""
     held_parameters: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ def unchanged(window: Window, *, looks: int = 3, steps: int = 12) -> Iterator[Fa
     still &= window.l2 > _ROUNDING * np.nanmax(window.l2, initial=0.0)
     held = np.array(window.subject.memberships or [0] * len(still)) > 0
     if window.subject.group_of:
-        # Of a wrapper that divides its work among ranks, only the optimizer inside it is watched.
+        # Gradsight watches only the inner optimizer of a wrapper such as ZeroRedundancyOptimizer.
         held &= np.array([place is not None for place in window.subject.group_of])
     rows = np.flatnonzero(still & held)
     if len(rows):

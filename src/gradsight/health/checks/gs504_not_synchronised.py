@@ -58,8 +58,8 @@ def not_synchronised(window: Window) -> Iterator[Fact]:
 
 
 def updates_differ(digests: RankDigests) -> bool:
-    """Whether the ranks of DistributedDataParallel made different weights of one gradient."""
-    # With different gradients a script averages weights, now and then, on purpose (local SGD).
+    """Return whether DDP ranks computed different weights from the same gradient."""
+    # Ranks with different gradients may be local SGD, which averages weights from time to time.
     is_seen = bool(digests.same_gradient) and digests.same_weights is False
     return digests.parallel == "ddp" and bool(digests.same_start) and is_seen
 
@@ -68,8 +68,8 @@ _CALL_THE_WRAPPER = Advice(
     recommendation=(
         "Each rank trains a model of its own: gradients are averaged over the ranks only if the "
         "loop calls the wrapped model. Call what DistributedDataParallel or "
-        "accelerator.prepare(model) returned, not the module inside it. If your ranks train apart "
-        "on purpose, silence this check."
+        "accelerator.prepare(model) returned, not the module inside it. If the ranks train "
+        "separate models on purpose, silence this check."
     ),
     fix="""
 # before the loop, in place of your line with DistributedDataParallel
@@ -83,9 +83,9 @@ outputs = model(inputs)
 _UPDATES_DIFFER = Advice(
     recommendation=(
         "The ranks agree on the gradient, but not on the update that the optimizer computes from "
-        "it. An optimizer that divides its work among the ranks has to send the updated weights, "
-        "or the updates, to all of them (all_reduce, all_gather, broadcast). Do not let noise that "
-        "each rank draws for itself, or code that depends on the rank, change the weights."
+        "it. An optimizer that divides its work among the ranks must send the updated weights, or "
+        "the updates, to all ranks (all_reduce, all_gather, broadcast). If you add noise to the "
+        "weights, use the same random seed on all ranks. Do not change weights on one rank only."
     ),
     fix="""
 # after optimizer.step(): do all ranks have the same weights?

@@ -11,8 +11,8 @@ def _advice(times: int) -> Advice:
     """Return what to do about this many micro-batches per step."""
     return Advice(
         recommendation=(
-            "Each backward pass adds the gradient of a mean, so the sum is too large by the number "
-            "of micro-batches: divide the loss by that number."
+            "Each backward pass adds the gradient of a mean, so the gradient is too large by a "
+            "factor equal to the number of micro-batches. Divide the loss by that number."
         ),
         fix=f"""
 # in the loop, before loss.backward(): the mean over micro-batches

@@ -66,6 +66,6 @@ def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
         f"{seen.counted} of {seen.places} padding tokens have a label that counts{where}: "
         f"{part:.0%} of the {seen.labels} labels that count"
     )
-    # Targets are one place ahead: by the inputs, the first padding of a text would still count.
+    # Targets are shifted by one. A mask from the inputs would miss the first padding label.
     given = "targets" if seen.in_targets else "inputs"
     yield Fact(evidence, advice=_advice(_RECOMMENDATION, given, seen.token))

@@ -72,10 +72,9 @@ def find_operation(
 def find_forward_operation(
     root: nn.Module, call: RecordedCall, budget: Budget
 ) -> tuple[GuiltyOperation | None, list[OutputKind]]:
-    """The operation that made an output of this call non-finite, if one did; and what kinds of
-    outputs the call had.
+    """Return the operation that made an output of this call non-finite, and the output kinds.
 
-    For a call that no backward pass went through.
+    Used for a call that no backward pass reached.
     """
     finder = _finder(root, call, budget)
     with replaying(root, call), finder.writes_undone():
@@ -94,7 +93,7 @@ def _run_forward(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     finder: Finder,
 ) -> list[Tensor]:
-    """Run a call again under a finder that knows what was not finite before it."""
+    """Run a call again under a finder that knows which of its inputs were already non-finite."""
     args, kwargs = given
     number = call.number or CallNumber(0)
     for tensor, event in _broken_before(root, number.micro_batch):
