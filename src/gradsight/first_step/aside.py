@@ -109,7 +109,7 @@ def left_out(reason: str, codes: Sequence[str] = ASIDE_CODES) -> FirstStep:
 def _cannot_run(module: nn.Module) -> str | None:
     if any(is_sharded(parameter) for parameter in module.parameters()):
         how = "FSDP2" if is_fully_sharded(module) else "tensor parallelism"
-        return f"parameters are sharded over ranks ({how}): a pass aside would need all of them"
+        return f"parameters are sharded over ranks ({how}): an extra pass would need all ranks"
     kinds = {type(each).__name__ for each in module.modules()}
     if kinds & {"FullyShardedDataParallel", "DataParallel"}:
         return "the model is wrapped in what cannot be called by one rank alone"

@@ -42,8 +42,8 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 
     Why: they stay as they were initialised, silently. Parameters that no optimizer holds may be
     left out on purpose. One of several twins (an expert, a layer that is dropped at times) may have
-    to wait for its turn, and a bias may cancel out of the loss while its layer learns. What the
-    script takes away between backward and step was reached, and is frozen for a while.
+    to wait for its turn, and a bias may cancel out of the loss while its layer learns. Parameters
+    whose gradient the script sets to None between backward and step are frozen on purpose.
     """
     if (
         window.steps_seen < steps
@@ -73,7 +73,7 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 def _is_excused(window: Window, row: int, steps_of_twins: int) -> bool:
     """Whether there is a harmless reason.
 
-    Its layer learns and its own part cancels out, a twin had its turn, or the script froze it.
+    The bias cancels out of the loss, a twin had its turn, the script froze it, or it is a pooler.
     """
     matrices = window.subject.matrices
     if window.received[row] and matrices and window.started_at_zero[matrices].all():

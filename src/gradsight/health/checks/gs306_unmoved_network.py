@@ -69,7 +69,7 @@ def _seen(network: UnmovedNetwork) -> str:
     elif network.held_twice is not None:
         text += f", while {network.held_twice} is in two: {_listed(network)}"
     if network.parts:
-        text += f" (the gradients are those of {_all(network.parts)})"
+        text += f" (gradients reach only {_all(network.parts)})"
     return text
 
 
@@ -86,7 +86,11 @@ def _line(made: str | None) -> tuple[str, int]:
 
 def _place_of(optimizer: MovingOptimizer) -> str:
     if optimizer.variable is None:
-        return "one" if optimizer.made is None else f"the one made at {optimizer.made}"
+        return (
+            "an unnamed optimizer"
+            if optimizer.made is None
+            else f"the one made at {optimizer.made}"
+        )
     made = "" if optimizer.made is None else f" ({optimizer.made})"
     return f"{optimizer.variable}{made}"
 

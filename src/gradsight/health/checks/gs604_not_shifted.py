@@ -7,9 +7,10 @@ from gradsight.health.window import Window
 from gradsight.values.first_step import CopiedTargets
 
 _SELF = (
-    "Each target equals the input at the same position, so the model learns to copy. Move the "
-    "targets ahead by one. Exception: models of transformers shift labels themselves, so pass "
-    "labels = input_ids to them unchanged."
+    "Each target equals the input at the same position, so the model learns to copy. Shift the "
+    "targets by one, so that each position predicts the next token. Exception: causal language "
+    "models of the transformers library shift labels themselves. To them, pass labels = input_ids "
+    "unchanged."
 )
 _DECODER = (
     "At every position, the decoder is given its own target as input, so it learns to copy. Give "
