@@ -360,9 +360,9 @@ _APART = (
     "DistributedDataParallel, and give each rank its part of the data (DistributedSampler)."
 )
 _OWN_UPDATES = (
-    "Seen: {passes} backward passes. Not seen: an optimizer of torch's. The script seems to update "
-    "its weights itself: only it knows when a step is made, and nothing was judged. To have it "
-    "judged: with gradsight.watch(model) as watched, and watched.step() after every backward()."
+    "Gradsight saw {passes} backward passes, but no torch optimizer. The script seems to update "
+    "its weights itself, so nothing was checked. To check it, use `with gradsight.watch(model) as "
+    "watched:` and call watched.step() after every backward()."
 )
 
 
