@@ -45,6 +45,16 @@ def safe_exp(x):
     return torch.exp(x.clamp(max=50))
 """
 
+OWN_PART_OF_DATA = """
+# before the loop: a random part of the data for each rank
+# (keep your other arguments of DataLoader, except shuffle; with several
+# epochs, call sampler.set_epoch(epoch) at the start of each)
+sampler = torch.utils.data.DistributedSampler(loader.dataset)
+loader = torch.utils.data.DataLoader(
+    loader.dataset, loader.batch_size, sampler=sampler
+)
+"""
+
 LIST_FROZEN = """
 # before the loop: list frozen parameters
 for name, parameter in model.named_parameters():

@@ -71,9 +71,10 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
 
 
 def _is_excused(window: Window, row: int, steps_of_twins: int) -> bool:
-    """Whether there is a harmless reason.
+    """Return whether there is a harmless reason.
 
-    The bias cancels out of the loss, a twin had its turn, the script froze it, or it is a pooler.
+    The bias cancels out of the loss, the script froze the parameter, it belongs to a pooler, or
+    similar layers get gradients and this one may still get its own, as an expert does.
     """
     matrices = window.subject.matrices
     if window.received[row] and matrices and window.started_at_zero[matrices].all():

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradsight.health.checks.gs504_not_synchronised import updates_differ
+from gradsight.health.fixes import OWN_PART_OF_DATA
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import NOTHING, Window
 from gradsight.values.measured import Floats, RankComparison
@@ -30,15 +31,8 @@ _IN_A_ROW = 3
             "every replica. Check that rank's data (shard, augmentation, labels), its loss, "
             "and its hardware."
         ),
-        fix="""
-# before the loop: a random part of the same data for every rank
-# (keep your other arguments of DataLoader, except shuffle; with several
-# epochs, call sampler.set_epoch(epoch) at the start of each)
-sampler = torch.utils.data.DistributedSampler(loader.dataset)
-loader = torch.utils.data.DataLoader(
-    loader.dataset, loader.batch_size, sampler=sampler
-)
-
+        fix=OWN_PART_OF_DATA
+        + """
 # in the loop, before loss.backward(): what does every rank train on?
 rank = torch.distributed.get_rank()
 print(rank, inputs.float().std().item(), loss.item())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from gradsight.health.fixes import OWN_PART_OF_DATA
 from gradsight.health.registry import Advice, AsIncident, Asked, Fact, check
 from gradsight.health.window import Window
 
@@ -18,14 +19,7 @@ from gradsight.health.window import Window
             "its own part of the data. If that is intended (tensor or pipeline parallelism, or an "
             "overfitting test), silence this check."
         ),
-        fix="""
-# before the loop: a different part of the data for every rank
-# (keep your other arguments of DataLoader, except shuffle)
-sampler = torch.utils.data.DistributedSampler(loader.dataset)
-loader = torch.utils.data.DataLoader(
-    loader.dataset, loader.batch_size, sampler=sampler
-)
-""",
+        fix=OWN_PART_OF_DATA,
     ),
 )
 def identical_batches(window: Window, *, batches: int = 2) -> Iterator[Fact]:
