@@ -99,7 +99,7 @@ def test_a_failure_comes_first_and_is_not_called_healthy(code: int, how: str) ->
     result = CheckResult(["python", "a.py"], code, {"net": run()})
     first, *others = printed(result).splitlines()[2:]
     assert first == f"❌ The script {how}"
-    assert others[0] == "No finding in 4 steps before that"
+    assert others[0] == "No finding in 4 steps before the failure"
     assert result.exit_code() == 3
 
 

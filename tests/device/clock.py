@@ -5,6 +5,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,6 +15,8 @@ Speed = Literal["slow", "fast"] | int
 """How the device keeps up: never by itself, at once, or so many operations behind."""
 
 
+# The package is not imported here: the device must exist before that.
+_PACKAGE = str(Path(find_spec("gradsight").origin).parent) + "/"  # type: ignore[union-attr,arg-type]
 _STAND_INS = ("backward", "scale", "unscale_", "step")
 
 
@@ -103,7 +107,7 @@ def our_lines() -> tuple[str, ...]:
     found: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < 3:
-        _, inside, path = frame.f_code.co_filename.rpartition("/gradsight/")
+        _, inside, path = frame.f_code.co_filename.partition(_PACKAGE)
         # What stands in for torch's functions calls the user's: that wait is theirs.
         stands_in = path == "core/moments.py" and frame.f_code.co_name in _STAND_INS
         if inside and not stands_in:

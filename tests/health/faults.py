@@ -556,8 +556,7 @@ FAULTS = [
     Fault(
         "GS103",
         "log(softmax) by hand",
-        "model[2].weight.data *= 1000",
-        forward("F.nll_loss(torch.log(torch.softmax(model(inputs), 1)), targets)"),
+        loop=forward("F.nll_loss(torch.log(torch.softmax(model(inputs) * 1e4, 1)), targets)"),
     ),
     Fault(
         "GS103",

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradsight.health.operations import BY_OPERATION, DATA, HALF, OPERAND, advice_of
+from gradsight.health.operations import (
+    BY_OPERATION,
+    DATA,
+    HALF,
+    OPERAND,
+    OVERFLOW,
+    POWER,
+    advice_of,
+)
 from gradsight.health.registry import Advice
 from gradsight.values.diagnoses import (
     BROKEN_OPERAND,
@@ -18,7 +26,7 @@ from gradsight.values.diagnoses import (
 from gradsight.values.findings import Finding
 from health.test_fixes import sections
 
-ALL = [DATA, OPERAND, HALF, *dict.fromkeys(BY_OPERATION.values())]
+ALL = [DATA, OPERAND, HALF, OVERFLOW, *dict.fromkeys(BY_OPERATION.values())]
 ZEROS = torch.zeros(3, 4)
 NO_MASK = torch.zeros(3, 4, dtype=torch.bool)
 AT: dict[str, tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {
@@ -113,3 +121,20 @@ def test_elsewhere_the_general_advice_stays() -> None:
     assert advice_of(finding(operation="mul", detail=f"likely: ...; x {BROKEN_OPERAND}")) is None
     assert advice_of(finding(operation="parameter", phase="before")) is None
     assert advice_of(finding("GS201", operation="log")) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "largest", "advice"),
+    [
+        ("float32", -1e20, 3.0, OVERFLOW),
+        ("float32", 0.0, 3.0, POWER),
+        ("float32", None, None, POWER),
+        ("bfloat16", 0.0, 1e25, OVERFLOW),
+        ("float16", -300.0, 3.0, HALF),
+    ],
+)
+def test_a_power_of_large_numbers_overflows(
+    dtype: str, smallest: float | None, largest: float | None, advice: Advice
+) -> None:
+    given = TensorSummary((2,), dtype, smallest, largest, 0, 0)
+    assert advice_of(finding(operation="pow", inputs=(given,))) is advice

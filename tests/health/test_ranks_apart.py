@@ -28,10 +28,10 @@ def one_layer(number: int) -> Any:
         (
             lambda n: [jittered(n), 30.0 if 25 <= n < 28 else jittered(n + 1)],
             25,
-            "at 3 measured steps in a row, from step 25 on, rank 1 brings",
+            "at 3 measured steps in a row, from step 25 on, rank 1 has",
         ),
         (lambda n: [np.nan if n == 7 else 1.0, 1.0], 7, "step 7: NaN or Inf on rank 0 alone"),
-        (lambda n: [0.0 if n >= 5 else 1.0, jittered(n)], 5, "rank 0 brings next to nothing"),
+        (lambda n: [0.0 if n >= 5 else 1.0, jittered(n)], 5, "rank 0 has almost no gradient"),
     ],
     ids=["jump", "not finite", "nothing"],
 )
@@ -46,7 +46,7 @@ def test_one_layer_of_one_rank_is_named() -> None:
     finding = compared(one_layer, full=True)["GS503"]
     assert finding.parameters == ("blocks.3.weight",)
     assert (
-        "in 1 of 6 parameters, at 3 measured steps, rank 1 brings 30 times the gradient of the others"
+        "in 1 of 6 parameters, at 3 measured steps, rank 1 has 30 times the gradient of the others"
         in finding.evidence
     )
 
@@ -95,7 +95,7 @@ def test_real_ranks_under_ddp() -> None:
     told = json.loads(run_ranks(SCRIPT, "ddp").split("RESULT ")[1].splitlines()[0])
     assert told["healthy"] == told["accumulated"] == {}
     assert told["scaled"]["GS503"]["first_step"] == 20
-    assert "rank 1 brings" in told["scaled"]["GS503"]["evidence"]
+    assert "rank 1 has" in told["scaled"]["GS503"]["evidence"]
     assert told["nan"]["GS503"]["severity"] == "critical"
     assert "step 20: NaN or Inf on rank 1 alone" in told["nan"]["GS503"]["evidence"]
     assert told["layer"]["GS503"]["parameters"] == ["2.weight"]

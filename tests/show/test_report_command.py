@@ -45,7 +45,7 @@ def test_a_failed_script_is_said_first(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(run.path)]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.endswith("failed with exit code 1 after 20 optimizer steps: ValueError: no rows")
-    assert second == "No finding in 20 steps before that"
+    assert second == "No finding in 20 steps before the failure"
 
 
 @pytest.mark.parametrize(("severity", "code"), [(None, 0), ("warning", 1), ("critical", 2)])

@@ -46,7 +46,7 @@ _WALKS = 16
 """The largest number of autograd graphs to search after each look."""
 _SHOWN_PARTS = 8
 """Parts of a network that are named one by one."""
-_SAYS_NOTHING = re.compile(r"optimi[sz]ers?|optim|opt|network|model|module|net|_|\W")
+_GENERIC_WORDS = re.compile(r"optimi[sz]ers?|optim|opt|network|model|module|net|_|\W")
 """Parts of a variable's name that name only its kind, such as "optimizer" or "net"."""
 
 
@@ -116,6 +116,8 @@ class _Network:
     """The positions of its parameters that have had a gradient."""
     parts: tuple[str, ...] = ()
     """The modules that hold the reached parameters, if the network has other parameters too."""
+    single: frozenset[str] = frozenset()
+    """Those of `parts` that are parameters, not modules."""
     followers: set[int] = field(default_factory=set)
     """The ids of optimizers that stepped right after a pass that had reached it."""
     waits: bool = False
@@ -128,10 +130,10 @@ class _Network:
     @property
     def may_compare(self) -> bool:
         """Return whether the network may be a fixed one that compares outputs with data."""
-        return self.from_trained and self.from_data and not self.is_in_a_circle
+        return self.from_trained and self.from_data and not self.is_in_cycle
 
     @property
-    def is_in_a_circle(self) -> bool:
+    def is_in_cycle(self) -> bool:
         """Return whether the network and a trained model each take the other's output as input."""
         return bool(self.from_models & self.to_models)
 
@@ -262,7 +264,7 @@ class Networks:
         self._hooks = []
         for network in self._networks.values():
             if network.may_compare:
-                self._hook_circle(network)
+                self._hook_cycle(network)
         self.look(idle)
 
     def _describe(self, known: KnownOptimizer) -> None:
@@ -379,7 +381,9 @@ class Networks:
         network.name, network.variable, part = _called(module, named, idle)
         if part is not None:
             name = network.variable or network.name
-            network.parts = tuple(_parts(part, name, {id(tensor) for tensor in named}))
+            parts = dict(_parts(part, name, {id(tensor) for tensor in named}))
+            network.parts = tuple(parts)
+            network.single = frozenset(each for each, is_single in parts.items() if is_single)
 
     def _hook(self, module: nn.Module, network: _Network) -> None:
         """See what it is called with until the next look."""
@@ -392,7 +396,7 @@ class Networks:
 
         self._put_hook(module, called)
 
-    def _hook_circle(self, network: _Network) -> None:
+    def _hook_cycle(self, network: _Network) -> None:
         """Watch, until the next look, whether a network and a trained model form a cycle."""
         module = network.reference()
         if not isinstance(module, nn.Module):
@@ -523,6 +527,7 @@ class Networks:
             optimizer_variable=variable,
             made=made,
             parts=() if all_reached else network.parts,
+            single=network.single,
             with_gradient=None if all_reached else len(network.reached),
             moving=moving,
             joins=joins,
@@ -638,27 +643,35 @@ def _called(
     return path, path if variable is None else f"{variable}.{path}", part
 
 
-def _parts(module: nn.Module, name: str, wanted: set[int]) -> Iterator[str]:
-    """Yield the outermost modules whose trainable parameters are all wanted, then single ones."""
+def _parts(module: nn.Module, name: str, wanted: set[int]) -> Iterator[tuple[str, bool]]:
+    """Yield the outermost modules whose trainable parameters are all wanted, then single ones.
+
+    Each is the expression by which the script reaches it, and whether it is a single parameter.
+    """
     mine = {id(tensor) for tensor in module.parameters() if _may_learn(tensor)}
     if mine and mine <= wanted:
-        yield name
+        yield name, False
         return
     for path, tensor in module._parameters.items():
         if tensor is not None and id(tensor) in wanted:
-            yield f"{name}.{path}"
+            yield _inside(name, path), True
     for path, child in module.named_children():
         if any(id(tensor) in wanted for tensor in child.parameters()):
-            yield from _parts(
-                child, f"{name}[{path}]" if path.isdigit() else f"{name}.{path}", wanted
-            )
+            yield from _parts(child, _inside(name, path), wanted)
+
+
+def _inside(name: str, path: str) -> str:
+    """Return the expression for a child of a module, a list or a dictionary."""
+    if path.isdigit():
+        return f"{name}[{path}]"
+    return f"{name}.{path}" if path.isidentifier() else f"{name}[{path!r}]"
 
 
 def _is_named_after(variable: str | None, network: _Network) -> bool:
     """Return whether an optimizer's variable has the name of a network in it."""
     names = (network.name, network.variable or "")
-    mine = _SAYS_NOTHING.sub("", (variable or "").rpartition(".")[2].lower())
-    others = {_SAYS_NOTHING.sub("", name.rpartition(".")[2].lower()) for name in names} - {""}
+    mine = _GENERIC_WORDS.sub("", (variable or "").rpartition(".")[2].lower())
+    others = {_GENERIC_WORDS.sub("", name.rpartition(".")[2].lower()) for name in names} - {""}
     return bool(mine) and any(other.startswith(mine) for other in others)
 
 

@@ -164,7 +164,7 @@ class Session:
         self._is_cut = False
         self._has_compared = False
         self._until_opened = Guard(None, "ending", "how this script ended is not known")
-        self._tells_of_failures = False
+        self._reports_failures = False
         # Before any watch registers its own: hooks of this kind run in reverse order.
         atexit.register(guard.run, self._finish)
         moments.listen(self, guard)
@@ -176,8 +176,8 @@ class Session:
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has just been made."""
         self._new.append(optimizer)
-        if not self._tells_of_failures and not self._watches:
-            self._tells_of_failures = True
+        if not self._reports_failures and not self._watches:
+            self._reports_failures = True
             self._guard.run(ShutdownHooks, _Unopened(self._failed), self._until_opened)
         self._guard.run(self._record_passes, optimizer)
         made = _place(frame_of_construction())
@@ -548,7 +548,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class _Unopened:
-    """Receives the end of a script that has no watch yet."""
+    """Gets notified if a script ends before any watch is open."""
 
     failed: Callable[[BaseException | FrameType], None]
 
@@ -563,7 +563,7 @@ class _Unopened:
         self.failed(error)
 
     def given_up(self, frame: FrameType) -> None:
-        """The script says that it has failed, and ends."""
+        """Handle a call of sys.exit(), exit() or quit() with an error status."""
         self.failed(frame)
 
 

@@ -181,7 +181,7 @@ class CheckResult:
         return f"{text}, no scheduler."
 
     def _place(self, file: str, line: int) -> str:
-        """A line of the script by its file's name; one elsewhere from the working directory on."""
+        """Return file:line, relative to the working directory unless it is in the script itself."""
         name = os.path.basename(file)
         is_script = any(os.path.basename(token) == name for token in self.command)
         if not is_script and Path(file).is_relative_to(Path.cwd()):
@@ -354,15 +354,15 @@ def _recorded_runs(folder: Path, optimizers: list[dict[str, Any]]) -> dict[str, 
 
 
 _APART = (
-    "{count} processes were launched together, but the script has made no process group. Unless it "
-    "averages gradients in another way, each process trains a model of its own. To train one model "
+    "{count} processes were launched together, but the script created no process group. Unless it "
+    "averages gradients in another way, each process trains its own model. To train one model "
     "together, call torch.distributed.init_process_group(), wrap the model in "
     "DistributedDataParallel, and give each rank its part of the data (DistributedSampler)."
 )
 _OWN_UPDATES = (
     "Gradsight saw {passes} backward passes, but no torch optimizer. The script seems to update "
     "its weights itself, so nothing was checked. To check it, use `with gradsight.watch(model) as "
-    "watched:` and call watched.step() after every backward()."
+    "watched:` and call watched.step() once per update, after backward() and before clipping."
 )
 
 

@@ -85,7 +85,7 @@ def source_of(node: Any, output: int) -> Any:
 def nodes_below(nodes: Iterable[Any], most: int | None = None) -> Iterator[Any]:
     """Yield autograd nodes and all nodes that their gradients flow to, each once.
 
-    nodes: None among them stands for a tensor without a gradient. most: the limit; None: no limit.
+    nodes: entries that are None are ignored. most: the largest number of nodes; None: no limit.
     """
     waiting = [node for node in dict.fromkeys(nodes) if node is not None]
     known = set(waiting)
@@ -212,7 +212,7 @@ def _made(
 
 
 def _weight(node: Any, entries: int) -> Tensor | None:
-    """What the weights of a sum's entries add up to; None if they are not known."""
+    """Return the sum of the weights of a sum's entries; None if they are unknown."""
     source = source_of(*node.next_functions[0])
     while source is not None and source.name().startswith(_PASSING) and source.next_functions:
         source = source_of(*source.next_functions[0])

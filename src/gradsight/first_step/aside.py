@@ -320,7 +320,7 @@ class _Look:
                 continue
             part = source
             if self._options.is_small and given.shape != source.shape:
-                # The rows that were taken may be positions: nothing told them apart.
+                # The selected rows may be positions, because both dimensions look alike.
                 part = source[: given.shape[0], : given.shape[1]]
             if given.shape == part.shape and torch.equal(given, part):
                 chosen.append(probe.zeros)

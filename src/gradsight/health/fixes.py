@@ -22,6 +22,7 @@ GIVEN = {
 
 DROP_SAMPLES = """
 # in the loop, before the forward pass: leave out non-finite samples
+# (skip the batch if none is left: the mean over no samples is NaN)
 finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
 finite &= torch.isfinite(targets).reshape(len(targets), -1).all(dim=1)
 inputs, targets = inputs[finite], targets[finite]
@@ -29,7 +30,9 @@ inputs, targets = inputs[finite], targets[finite]
 
 STABLE_CLASSES = """
 # in the loop, instead of the forward pass: a stable classification loss
-# (if your own loss takes the logarithm of a softmax or sigmoid)
+# (if your loss takes the logarithm of a softmax; for a sigmoid, use
+# F.binary_cross_entropy_with_logits; the model must return logits;
+# label_smoothing is optional and changes the loss a little)
 loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
 """
 
@@ -47,8 +50,8 @@ def safe_exp(x):
 
 OWN_PART_OF_DATA = """
 # before the loop: a random part of the data for each rank
-# (keep your other arguments of DataLoader, except shuffle; with several
-# epochs, call sampler.set_epoch(epoch) at the start of each)
+# (keep your other DataLoader arguments, but drop shuffle: the sampler
+# shuffles; call sampler.set_epoch(epoch) at the start of each epoch)
 sampler = torch.utils.data.DistributedSampler(loader.dataset)
 loader = torch.utils.data.DataLoader(
     loader.dataset, loader.batch_size, sampler=sampler

@@ -131,7 +131,7 @@ class Judge:
         return self._take_news()
 
     def advised(self, findings: Sequence[Finding]) -> list[Finding]:
-        """The same findings, each with advice for the operation that it was found to come from."""
+        """Return the findings, each with advice for the operation that caused it."""
         special = {each.check.code for each in self._running if each.advice is not None}
         advised = []
         for finding in findings:

@@ -2,15 +2,25 @@
 
 from dataclasses import replace
 
-from gradsight.health.fixes import BFLOAT16, DROP_SAMPLES, SAFE_EXP, SAFE_LOG, STABLE_CLASSES
+from gradsight.health.fixes import (
+    BFLOAT16,
+    DROP_SAMPLES,
+    LOWER_RATE,
+    SAFE_EXP,
+    SAFE_LOG,
+    STABLE_CLASSES,
+)
 from gradsight.health.registry import Advice
-from gradsight.values.diagnoses import BROKEN_OPERAND, GuiltyOperation
+from gradsight.values.diagnoses import BROKEN_OPERAND, GuiltyOperation, TensorSummary
 from gradsight.values.findings import Finding
 
 _CODES = ("GS103", "GS104", "GS109")
 """Findings of what is not finite."""
 _HALF = "float16"
-_IN_FLOAT32 = "Compute this in float32: half precision is too coarse for such small constants."
+_IN_FLOAT32 = (
+    "Compute this in float32, because half precision loses such small constants, and float16 "
+    "overflows above 65504."
+)
 
 DATA = Advice(
     "A value of this batch is NaN or infinite. Find out where it comes from, for example a file or "
@@ -29,18 +39,25 @@ def normalised(x, dim=-1, eps=1e-6):
 """,
 )
 HALF = Advice(
-    "A number is too large for float16, whose largest value is 65504. Use bfloat16, which has the "
+    "A number is probably too large for float16, whose largest value is 65504. Use bfloat16, "
+    "which has the "
     "range of float32, or compute this line in float32.",
     BFLOAT16,
 )
+OVERFLOW = Advice(
+    "The inputs of this operation are so large that it overflows. Find out whether the data of "
+    "this batch has such values. If not, the weights have grown: lower the learning rate.",
+    LOWER_RATE,
+)
 LOGARITHM = Advice(
-    "The logarithm of 0 is infinite, and that of a negative number is NaN. Take the loss from the "
-    "logits, with a function that includes the logarithm, or keep the argument above 0.",
+    "The logarithm of 0 is infinite, and that of a negative number is NaN. Compute the loss from "
+    "logits, with a function that includes the logarithm, such as F.cross_entropy. Otherwise, keep "
+    "the argument above 0.",
     STABLE_CLASSES + SAFE_LOG,
 )
 DIVISION = Advice(
-    "The divisor is 0. A mean over a mask that selects nothing is a common case: keep the divisor "
-    "away from 0.",
+    "The divisor is 0 or almost 0. A common cause is a mean over a mask that selects nothing. Keep "
+    "the divisor away from 0.",
     """
 # in the model or the loss: a mean over a mask that may select nothing
 def masked_mean(x, mask):
@@ -52,8 +69,8 @@ def safe_divide(x, divisor, eps=1e-8):
 """,
 )
 ROOT = Advice(
-    "The derivative of a root is infinite at 0, and the root of a negative number is NaN: add a "
-    "small number inside the root.",
+    "The derivative of a square root is infinite at 0, and the root of a negative number is NaN. "
+    "Clamp the argument at 0, and add a small number inside the root.",
     """
 # in the model or the loss: a root with a finite derivative at 0
 def safe_sqrt(x, eps=1e-12):
@@ -61,8 +78,8 @@ def safe_sqrt(x, eps=1e-12):
 """,
 )
 NORM = Advice(
-    "The norm is not differentiable at a vector of zeros. torch returns 0 there, but a second "
-    "derivative, as in a gradient penalty, can be NaN: add a small number inside the root.",
+    "The norm is not differentiable at a vector of zeros. torch returns a gradient of 0 there, but "
+    "a second derivative can be NaN, as in a gradient penalty. Add a small number inside the root.",
     """
 # in the model or the loss: a norm with a finite derivative at 0
 def safe_norm(x, dim=-1, eps=1e-12):
@@ -71,16 +88,17 @@ def safe_norm(x, dim=-1, eps=1e-12):
 )
 POWER = Advice(
     "A power with an exponent below 1 has an infinite derivative at 0, and a fractional power of a "
-    "negative number is NaN: keep the base above 0.",
+    "negative number is NaN. Keep the base of such a power above 0.",
     """
 # in the model or the loss: a power with a finite derivative at 0
+# (only for fractional exponents: it would change x ** 2)
 def safe_pow(x, exponent, eps=1e-8):
     return x.clamp_min(eps) ** exponent
 """,
 )
 DEVIATION = Advice(
-    "The standard deviation of one value is NaN, and that of equal values is not differentiable: "
-    "take the biased variance and add a small number inside the root.",
+    "The standard deviation of a single value is NaN, and that of equal values is not "
+    "differentiable. Use the biased variance, and add a small number inside the root.",
     """
 # in the model or the loss: a deviation that is finite for equal values
 def safe_std(x, dim=-1, eps=1e-6):
@@ -88,7 +106,8 @@ def safe_std(x, dim=-1, eps=1e-6):
 """,
 )
 VARIANCE = Advice(
-    "The variance of one value is NaN, because torch divides by n - 1 = 0. Take the biased one.",
+    "The variance of a single value is NaN, because torch divides by n - 1 = 0. Use the biased "
+    "variance (unbiased=False).",
     """
 # in the model or the loss: a variance that is finite for one value
 def safe_var(x, dim=-1):
@@ -102,8 +121,8 @@ EXPONENTIAL = Advice(
     SAFE_EXP,
 )
 ANGLE = Advice(
-    "The derivative of acos and asin is infinite at -1 and 1, and beyond these both are NaN: keep "
-    "the argument strictly between -1 and 1.",
+    "The derivatives of acos and asin are infinite at -1 and 1. Outside this range, both functions "
+    "are NaN. Keep the argument strictly between -1 and 1.",
     """
 # in the model or the loss: angles with a finite derivative
 def safe_acos(x, eps=1e-6):
@@ -136,6 +155,11 @@ BY_OPERATION = {
     "atan2": DIRECTION,
 }
 """The advice by the name of the operation."""
+_SQUARING = (NORM, POWER, DEVIATION, VARIANCE)
+"""Advice for operations that also overflow, because they raise large numbers to a power."""
+_LARGE = {_HALF: 100.0}
+_LARGE_ELSEWHERE = 1e9
+"""The size of inputs above which such an operation has probably overflowed."""
 
 
 def advice_of(finding: Finding) -> Advice | None:
@@ -158,6 +182,13 @@ def _advice_for(operation: GuiltyOperation) -> Advice | None:
     types = {given.dtype for given in operation.inputs}
     if known is None:
         return HALF if _HALF in types else None
+    if known in _SQUARING and any(map(_is_large, operation.inputs)):
+        return HALF if _HALF in types else OVERFLOW
     if types & {_HALF, "bfloat16"}:
         known = replace(known, recommendation=f"{known.recommendation} {_IN_FLOAT32}")
     return known
+
+
+def _is_large(given: TensorSummary) -> bool:
+    ends = [abs(end) for end in (given.smallest, given.largest) if end is not None]
+    return max(ends, default=0.0) > _LARGE.get(given.dtype, _LARGE_ELSEWHERE)

@@ -37,7 +37,7 @@ class BrokenLoss:
     state: str
     place: str
     inputs: tuple[str, ...]
-    """Variables beside it that need no gradient and are not finite, such as labels, in words."""
+    """Descriptions of other variables of the same function that contain NaN, such as labels."""
 
 
 def running(where: BaseException | FrameType) -> list[Running]:

@@ -101,7 +101,7 @@ def _can_be_read(value: Any) -> bool:
         and value.device.type == "cpu"
         and is_plain(value)
         and is_in_memory(value)
-        # What ranks hold together may take all of them to read.
+        # Reading a sharded tensor may need all ranks.
         and not is_sharded(value)
         and 0 < value.numel() < _MOST_ENTRIES
     )

@@ -53,8 +53,8 @@ _NOT_CALLED = (
     "model(x) would"
 )
 _BEFORE_WATCH = (
-    "the first step cannot be run again: Gradsight begins to watch at the first backward pass, "
-    "when the model has been called already"
+    "the first step cannot be run again, because Gradsight starts watching at its backward pass, "
+    "after the model was called"
 )
 _TOO_LATE = (
     "the step was seen to be bad only after the optimizer had used its gradient: "

@@ -18,10 +18,10 @@ from gradsight.core.guard import Guard, lock, put_back, register_at_fork
 _open: list["ShutdownHooks"] = []
 _excepthook: list[tuple[Any, Any]] = []
 """Ours and the original, while a run is open."""
-_WAYS_OUT: tuple[tuple[Any, str], ...] = ((sys, "exit"), (Quitter, "__call__"))
-"""The functions by which a script ends itself."""
+_EXIT_FUNCTIONS: tuple[tuple[Any, str], ...] = ((sys, "exit"), (Quitter, "__call__"))
+"""The functions that a script calls to exit."""
 _exits: list[tuple[Any, Any]] = []
-"""Our replacement and the original of each exit function, while a run is open."""
+"""Gradsight's replacement and the original of each exit function, while a run is open."""
 
 
 class Closable(Protocol):
@@ -58,7 +58,7 @@ class ShutdownHooks:
         get = functools.partial(getattr, sys, "excepthook")
         put = functools.partial(setattr, sys, "excepthook")
         guard.at_end(put_back, _open, self, get, put, _excepthook[0])
-        for (owner, name), pair in zip(_WAYS_OUT, _exits, strict=True):
+        for (owner, name), pair in zip(_EXIT_FUNCTIONS, _exits, strict=True):
             get = functools.partial(getattr, owner, name)
             put = functools.partial(setattr, owner, name)
             guard.at_end(put_back, _open, self, get, put, pair)
@@ -112,7 +112,7 @@ def _replace_excepthook() -> None:
 
 def _replace_exits() -> None:
     """Replace sys.exit(), exit() and quit(), because they do not call the excepthook."""
-    _exits[:] = [_replaced(owner, name) for owner, name in _WAYS_OUT]
+    _exits[:] = [_replaced(owner, name) for owner, name in _EXIT_FUNCTIONS]
 
 
 def _replaced(owner: Any, name: str) -> tuple[Any, Any]:

@@ -25,8 +25,8 @@ _UNKNOWN = (
     "loss was a mean"
 )
 _COUNT = (
-    "backward at {place} ran {times} times for one step, and each loss is a sum that was divided "
-    "by a number that may be a count over the whole step"
+    "backward at {place} ran {times} times for one step. Each loss is a sum divided by a number, "
+    "which may be correct if it is a count over the whole step"
 )
 
 
@@ -68,7 +68,7 @@ class NotedPass:
 
     @property
     def mean_factor(self) -> float | None:
-        """What a mean was multiplied by that equals its loss; None where it is not known.
+        """Return the factor between the loss and the mean of its entries; None if it is unknown.
 
         A sum that is divided by the number of its entries, or by the sum of its mask, is a mean.
         """
@@ -222,9 +222,9 @@ def _repeated(
 
 
 def _alike(passes: Sequence[NotedPass]) -> Iterable[list[NotedPass]]:
-    """Passes from the same line, or of outputs that the same line has made, with the same loss.
+    """Group passes by the line of backward(), or by the line that called the model.
 
-    A loop may call backward() in two branches: in one, ranks do not average their gradients.
+    A loop may call backward() in two branches, for example one inside no_sync().
     """
     groups: dict[object, list[NotedPass]] = {}
     called: dict[object, object] = {}

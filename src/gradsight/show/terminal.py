@@ -77,9 +77,9 @@ def _cause(finding: Finding) -> list[str]:
     lines = []
     if finding.diagnosis is not None:
         label = "cause: "
-        first, *rest = diagnosis_lines(finding.diagnosis, WIDTH - 10)
-        lines.append(f"   {label}{first}")
-        lines += [f"   {' ' * len(label)}{line}" for line in rest]
+        for line in diagnosis_lines(finding.diagnosis, WIDTH - 10):
+            lines.append(f"   {label}{line}")
+            label = " " * len(label)
     if finding.incident is not None:
         lines += _wrapped(finding.incident, "kept: ")
     return lines

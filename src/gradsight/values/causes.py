@@ -57,7 +57,7 @@ FOLLOWS_FROM: dict[str, tuple[str, ...]] = {
     "GS207": ("GS606", *_TOO_LONG_STEPS, *BROKEN, "GS607", "GS403"),
     "GS208": ("GS606", *_TOO_LONG_STEPS, *BROKEN, "GS607", "GS403", "GS207"),
     "GS301": ("GS302", "GS306", "GS607", "GS205", "GS606", "GS403", "GS207"),
-    # One statement gave an optimizer the wrong network.
+    # One line that passes the wrong network to an optimizer causes both findings.
     "GS303": ("GS306",),
     "GS304": ("GS611", "GS409", "GS407", "GS402", "GS405"),
     "GS401": ("GS610", "GS305", "GS303", "GS408", "GS406", "GS108"),

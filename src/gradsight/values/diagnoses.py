@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 BROKEN_OPERAND = "that needs no gradient is not finite"
-"""What the details of an operation say where labels or a constant broke its result."""
+"""The words in the details of an operation if labels or a constant made its result non-finite."""
 
-NONE_STANDS_OUT = "none stands out"
-"""What a note ends with where nearly all samples of a batch broke its gradient."""
+NO_SINGLE_SAMPLE = "no single sample is the cause"
+"""The end of the note about a batch in which nearly all samples have a non-finite gradient."""
 
 
 @dataclass(frozen=True, slots=True)

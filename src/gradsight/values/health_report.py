@@ -198,7 +198,7 @@ def headline(report: HealthReport, failed: bool = False) -> str:
         over = f"{report.steps} steps"
     if not report.findings:
         if failed:
-            return f"No finding in {over} before that"
+            return f"No finding in {over} before the failure"
         return f"{sign} healthy: no finding in {over}"
     return f"{sign} {report.status}: {counted_causes(report.findings)} in {over}"
 

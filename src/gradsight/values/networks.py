@@ -35,6 +35,8 @@ class UnmovedNetwork:
     """Where that optimizer was made, as "file:line"."""
     parts: tuple[str, ...] = ()
     """The parts of it that get gradients, as the script reaches them; empty: all of it."""
+    single: frozenset[str] = frozenset()
+    """Those of the parts that are single parameters, not modules."""
     with_gradient: int | None = None
     """How many of its parameters get a gradient; None if all do."""
     moving: MovingOptimizer | None = None

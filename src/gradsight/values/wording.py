@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gradsight.values.diagnoses import (
-    NONE_STANDS_OUT,
+    NO_SINGLE_SAMPLE,
     Diagnosis,
     GuiltyOperation,
     GuiltySample,
@@ -62,9 +62,9 @@ def short_cause(diagnosis: Diagnosis) -> str:
 
 
 def _have_culprits(diagnosis: Diagnosis) -> bool:
-    """Whether some samples are to be named: not where a note says that none stands out."""
+    """Return whether to name samples: no if a note says that no single sample is the cause."""
     ranks = {sample.rank for sample in diagnosis.samples}
-    is_said = any(note.endswith(NONE_STANDS_OUT) for note in diagnosis.notes)
+    is_said = any(note.endswith(NO_SINGLE_SAMPLE) for note in diagnosis.notes)
     return bool(ranks) and not (is_said and len(ranks) == 1)
 
 

@@ -53,7 +53,7 @@ NOT_CLEARED = [
         exit_code=2,
         findings=["GS305"],
         says=[
-            "just before its own backward pass",
+            "just before the backward pass of this network",
             "in the loop, before loss.backward(): clear the gradients",
         ],
         never_says=["after optimizer.step()"],

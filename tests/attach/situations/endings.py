@@ -59,7 +59,7 @@ SITUATIONS = [
         says=[
             "The script failed with exit code 1 after 20 optimizer steps",
             "`loss` was NaN when the script ended at train.py:30, in step 20",
-            "also not finite there: `target` (16x8 float32",
+            "NaN also in `target` (16x8 float32",
             "cause: sub in the loss, outside the model: train.py:27",
             "an operand of sub that needs no gradient is not finite",
             "do: A label, a weight or a constant in the loss is NaN or infinite",
@@ -78,7 +78,7 @@ SITUATIONS = [
             "FloatingPointError: loss is nan",
             "cause: div in train.py:19",
             "the model itself, forward",
-            "do: The divisor is 0.",
+            "do: The divisor is 0 or almost 0.",
         ],
     ),
     Situation(
@@ -87,6 +87,21 @@ SITUATIONS = [
         exit_code=2,
         findings=["GS109"],
         says=["`loss` was infinite when the script ended at train.py:29, in step 20"],
+    ),
+    Situation(
+        "a norm that overflows, in a loss that the script ends on",
+        loop("x = x * 1e25 if bad else x\nloss = (model(x) - x).norm()", "exit('diverged')"),
+        exit_code=2,
+        findings=["GS109"],
+        says=["`loss` was infinite when the script ended", "cause:"],
+    ),
+    Situation(
+        "a power that overflows, in a loss that the script ends on",
+        loop("x = x * 1e25 if bad else x\nloss = ((model(x) - x) ** 2).mean()", "exit('diverged')"),
+        exit_code=2,
+        findings=["GS109"],
+        says=["cause: pow in the loss", "do: The inputs of this operation are so large"],
+        never_says=["safe_pow"],
     ),
     Situation(
         "NaN in the batch of a loss that the script exits on",
@@ -132,7 +147,7 @@ SITUATIONS = [
         ),
         exit_code=3,
         models={"model": 20},
-        says=["KeyError", "No finding in 20 steps before that"],
+        says=["KeyError", "No finding in 20 steps before the failure"],
         never_says=["✅"],
     ),
     Situation(

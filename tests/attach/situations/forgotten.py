@@ -35,9 +35,9 @@ WRONG_NETWORK = [
         findings=["GS306"],
         models={"critic": 60},
         says=[
-            "it is in no optimizer, while critic is in two: critic_optimizer (train.py:13) and "
+            "it is in no optimizer, while two optimizers hold critic: critic_optimizer (train.py:13) and "
             "actor_optimizer (train.py:14)",
-            "do: Make actor_optimizer (train.py:14) from the parameters of actor.",
+            "do: Create actor_optimizer (train.py:14) with the parameters of actor",
             "actor_optimizer = torch.optim.Adam( actor.parameters(), lr=0.0003, betas=(0.5, 0.99) "
             ")",
         ],
@@ -53,7 +53,7 @@ WRONG_NETWORK = [
         ACTOR_CRITIC.format(made=IN_A_LIST, first="both[0]", second="both[1]"),
         exit_code=1,
         findings=["GS306"],
-        says=["Make both[1] (train.py:13) from the parameters of actor."],
+        says=["Create both[1] (train.py:13) with the parameters of actor"],
     ),
     Situation(
         "an actor that is in no optimizer, beside its critic",
@@ -65,7 +65,7 @@ WRONG_NETWORK = [
         exit_code=1,
         findings=["GS306"],
         says=[
-            "Make an optimizer of its own for actor",
+            "Create an optimizer for actor",
             "actor_optimizer = torch.optim.RMSprop( actor.parameters(), lr=0.001, alpha=0.9 )",
             "actor_optimizer.step()",
         ],
@@ -105,7 +105,9 @@ for step in range(60):
         findings=["GS303", "GS306"],
         first="GS306",
         caused_by={"GS303": "GS306"},
-        says=["Make one of first (train.py:12) and second (train.py:13) from the parameters of a."],
+        says=[
+            "Create one of first (train.py:12) and second (train.py:13) with the parameters of a."
+        ],
         never_says=["add_param_group"],
     ),
     Situation(
@@ -126,7 +128,7 @@ for epoch in range(20):
         exit_code=1,
         findings=["GS306"],
         says=["a_optimizer = torch.optim.SGD(a.parameters(), lr=0.001, momentum=0.9)"],
-        never_says=["is in two"],
+        never_says=["two optimizers hold"],
     ),
 ]
 
@@ -156,7 +158,7 @@ GENERATORS = [
         ),
         exit_code=1,
         findings=["GS306"],
-        says=["Make optimizerG (train.py:13) from the parameters of netG."],
+        says=["Create optimizerG (train.py:13) with the parameters of netG"],
         never_says=["add_param_group"],
     ),
     Situation(
@@ -219,7 +221,7 @@ CYCLES = [
         findings=["GS303", "GS306"],
         first="GS306",
         caused_by={"GS303": "GS306"},
-        says=["Make optimizer_D_B (train.py:17) from the parameters of D_B."],
+        says=["Create optimizer_D_B (train.py:17) with the parameters of D_B"],
         never_says=["add_param_group"],
     ),
     Situation(
@@ -303,6 +305,33 @@ ADDED = """optimizer.add_param_group(
     {"params": [*encoder.linear.parameters(), *encoder.bn.parameters()]}
 )"""
 
+SINGLE = """
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.linear = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(8)) for _ in range(2)])
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.first(x)
+        return self.linear(x) * self.scale + self.shifts[1]
+
+
+encoder, head = Encoder(), nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+{more}
+for step in range(60):
+    x = torch.randn(32, 8)
+    optimizer.zero_grad()
+    F.mse_loss(head(encoder(x).relu()), x[:, :1]).backward()
+    optimizer.step()
+"""
+ADDED_SINGLE = """optimizer.add_param_group(
+    {"params": [encoder.scale, *encoder.linear.parameters(), encoder.shifts[1]]}
+)"""
+
 WRAPPED = """
 class QNetwork(nn.Module):
     def __init__(self):
@@ -333,6 +362,17 @@ NAMES = [
             "encoder.linear and encoder.bn",
             "{ADDED}".format(ADDED=" ".join(ADDED.split())),
         ],
+    ),
+    Situation(
+        "single parameters that get gradients are in no optimizer",
+        SINGLE.format(more=""),
+        exit_code=1,
+        findings=["GS306"],
+        says=[" ".join(ADDED_SINGLE.split())],
+    ),
+    Situation(
+        "single parameters that get gradients are added to the optimizer",
+        SINGLE.format(more=ADDED_SINGLE),
     ),
     Situation(
         "a part that gets gradients is added to the optimizer",
@@ -391,8 +431,8 @@ CHILDREN = [
         findings=["GS202", "GS302"],
         first="GS302",
         says=[
-            "4 of 8 trainable parameters are in no optimizer, while those of discriminator are in two",
-            "Make that one from the parameters of generator.",
+            "4 of 8 trainable parameters are in no optimizer, while two optimizers hold discriminator",
+            "Create that one with the parameters of generator.",
             "missing = [*model.generator.parameters()]",
         ],
         never_says=["add_param_group"],

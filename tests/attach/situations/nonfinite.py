@@ -318,9 +318,9 @@ FIRST_STEP = [
         findings=["GS103"],
         says=[
             "cause: sqrt, backward",
-            "the loss is finite, and no other operation has such a derivative",
-            "the first step cannot be run again: Gradsight begins to watch at the first backward",
-            "do: The derivative of a root is infinite at 0",
+            "the loss is finite, and no other operation has a derivative",
+            "the first step cannot be run again, because Gradsight starts watching at its backward",
+            "do: The derivative of a square root is infinite at 0",
         ],
         never_says=["it called no module"],
     ),

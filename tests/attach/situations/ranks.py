@@ -232,7 +232,7 @@ SITUATIONS = [
         NO_GROUP,
         arguments=["--nproc_per_node", "2"],
         models={"model": 30, "model-rank1": 30},
-        says=["2 processes were launched together, but the script has made no process group"],
+        says=["2 processes were launched together, but the script created no process group"],
         slow=True,
     ),
     Situation(
@@ -335,8 +335,8 @@ SITUATIONS = [
         arguments=["--nproc_per_node", "2"],
         exit_code=1,
         findings=["GS503"],
-        says=["rank 1 brings next to nothing"],
-        never_says=["rank 0 brings"],
+        says=["rank 1 has almost no gradient"],
+        never_says=["rank 0 has"],
         slow=True,
     ),
     Situation(

@@ -7,7 +7,7 @@ from torch import nn
 
 from gradsight.incidents.diagnosis.diagnose import DiagnosisOptions, diagnose
 from gradsight.values.diagnoses import (
-    NONE_STANDS_OUT,
+    NO_SINGLE_SAMPLE,
     Diagnosis,
     GuiltyOperation,
     GuiltySample,
@@ -99,6 +99,6 @@ def test_real_diagnoses_fit() -> None:
 
 def test_samples_are_not_named_where_none_stands_out() -> None:
     samples = tuple(GuiltySample(row, None, 0, 0, math.nan, None) for row in range(16))
-    note = f"the gradients of all 32 samples are not finite: {NONE_STANDS_OUT}"
-    assert diagnosis_lines(Diagnosis(None, samples, 0.1, (note,))) == [f"note: {note}"]
+    note = f"the gradients of all 32 samples are not finite: {NO_SINGLE_SAMPLE}"
+    assert diagnosis_lines(Diagnosis(None, samples, 0.1, (note,)), 200) == [f"note: {note}"]
     assert diagnosis_lines(Diagnosis(None, samples, 0.1))[0].startswith("sample 0, ")

@@ -26,9 +26,10 @@ from gradsight.values.wording import short_place
     ),
 )
 def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
-    """The loss is NaN or infinite, while the gradients are finite or where the script failed.
+    """The loss is NaN or infinite.
 
-    It is found after `losses` such steps in a row with finite gradients, or when the script fails.
+    Gradsight reports it if the gradients are finite at `losses` such steps in a row, or if the
+    script fails because of such a loss.
 
     Why: you can no longer see from the loss how training goes, and one of its terms is wrong.
     Gradients can stay finite: the logarithm of -1 is NaN, but its derivative there is -1. Many
@@ -40,7 +41,7 @@ def loss_not_finite(window: Window, *, losses: int = 3) -> Iterator[Fact]:
         place = short_place(at_end.place)
         text = f"`{at_end.name}` was {what} when the script ended at {place}, in step {at_end.step}"
         if at_end.inputs:
-            text += f"; also not finite there: {', '.join(at_end.inputs)}"
+            text += f"; NaN also in {', '.join(at_end.inputs)}"
         yield Fact(text, severity="critical", first_step=at_end.step)
         return
     # Where no label counts, that is the reason, and has a finding of its own: GS606.

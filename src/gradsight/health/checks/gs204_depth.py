@@ -56,7 +56,7 @@ def depth(
     began = None if at_first is None else _ends(at_first, blocks)
     if began is not None and max(began) < ratio**0.5 * min(began):
         before = max(began) / min(began)
-        text += f". At the first step, they differed only by a factor of {before:.2g}"
+        text += f". At the first step, these norms differed only by a factor of {before:.2g}"
         yield Fact(text, (names[0],), advice=_WHILE_TRAINING)
     else:
         yield Fact(text, (names[0],))
@@ -73,10 +73,10 @@ def _ends(norms: Floats, blocks: int) -> tuple[float, float] | None:
 
 _WHILE_TRAINING = Advice(
     recommendation=(
-        "The layers had gradients of similar size at the first step, so they diverged during "
-        "training. The learning rate is probably too large, especially for a transformer without "
-        "warm-up. Lower the learning rate, or add a warm-up. If that does not help, add skip "
-        "connections, or normalisation before each layer."
+        "At the first step, the gradient norms of the layers were much closer to each other, so "
+        "the gap grew during training. The learning rate is probably too large, especially for a "
+        "transformer without warm-up. Lower the learning rate, or add a warm-up. If that does not "
+        "help, add skip connections, or a normalisation before each layer."
     ),
     fix=LOWER_RATE + WARM_UP,
 )

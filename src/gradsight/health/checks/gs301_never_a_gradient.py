@@ -61,7 +61,7 @@ def never(window: Window, *, steps: int = 10, steps_of_twins: int = 50) -> Itera
         seen = [f"{none} of {held.sum()} parameters had no gradient"] if none else []
         if zero:
             of = "" if none else f" of {held.sum()} parameters"
-            seen.append(f"{zero}{of} had one of exactly zero")
+            seen.append(f"{zero}{of} had a gradient of exactly zero")
         why = _CUT if window.cut_by_checkpoint else ""
         yield Fact(
             f"in {window.steps_seen} steps, {' and '.join(seen)}{why}",

@@ -24,8 +24,8 @@ from gradsight.values.adapters import is_of_an_adapter
     ),
     advice=Advice(
         recommendation=(
-            "These parameters get gradients, but no optimizer uses them: give them to the "
-            "optimizer, or freeze them, which also makes backward() faster."
+            "These parameters get gradients, but no optimizer uses them. Add the parameters to the "
+            "optimizer, or freeze them. Freezing also makes backward() faster."
         ),
         fix=ADD_MISSING,
     ),
@@ -69,19 +69,19 @@ _SHOWN = 3
 
 
 def _among_several(window: Window, rows: list[int], text: str, several: SeveralOptimizers) -> Fact:
-    """Say what to do where the optimizer that should hold them cannot be told from the others."""
+    """Return the finding if it is unclear which of several optimizers should hold these."""
     names = window.named(rows)
     missing = _modules(window, rows)
     twice = _modules(window, several.held_twice)
     has_names = 0 < len(missing) <= _SHOWN
     if several.held_twice and has_names and 0 < len(twice) <= _SHOWN:
-        text += f", while those of {' and '.join(twice)} are in two"
+        text += f", while two optimizers hold {' and '.join(twice)}"
         these = " and ".join(missing)
         words = (
-            f"Two optimizers hold {' and '.join(twice)}: one of them was probably meant for "
-            f"{these}. Make that one from the parameters of {these}."
+            f"Two optimizers hold {' and '.join(twice)}. One of them was probably meant for "
+            f"{these}. Create that one with the parameters of {these}."
         )
-        what, variable = "replace one of the two optimizers, under its own name", "optimizer"
+        what, variable = "change one of the two optimizers (keep its name)", "optimizer"
     else:
         words = (
             "These parameters get gradients, but no optimizer uses them: give them to an optimizer "
@@ -103,12 +103,13 @@ def _among_several(window: Window, rows: list[int], text: str, several: SeveralO
     call = (several.call or "torch.optim.Adam({given}, lr=1e-3)").replace("{given}", "missing")
     fix = (
         f"# {place}: {what}\n"
-        f"# (it must step after the backward pass of their loss)\n"
+        f"# (the optimizer must step after the backward pass of the loss that trains them)\n"
         f"{code}{folded(f'{variable} = {call}')}\n"
     )
     if variable == "another_optimizer" and trainer is None:
         fix += (
             f"\n# in the loop, before the backward pass of their loss: clear their gradients\n"
+            f"# (with gradient accumulation: once per step, as for your other optimizers)\n"
             f"{variable}.zero_grad()\n"
             f"\n# in the loop, after that backward pass: update them\n{variable}.step()\n"
         )

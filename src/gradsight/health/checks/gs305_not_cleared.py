@@ -40,11 +40,12 @@ def uncleared(window: Window, *, steps: int = 4) -> Iterator[Fact]:
 
 _BESIDE_OTHERS = (
     "Every step uses the sum of all gradients so far. The backward pass of another network's loss "
-    "adds to them too: clear the gradients of this network just before its own backward pass."
+    "also adds to the gradients of this network. Clear them just before the backward pass of this "
+    "network's own loss."
 )
 _BEFORE_BACKWARD = """
 # in the loop, before loss.backward(): clear the gradients
-# (of the optimizer whose step follows; if several passes add up for one
-# step, before the first of them)
+# (use the optimizer that steps next; with gradient accumulation, clear
+# only before the first micro-batch of a step)
 optimizer.zero_grad()
 """

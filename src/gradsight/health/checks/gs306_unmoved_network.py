@@ -67,7 +67,7 @@ def _seen(network: UnmovedNetwork) -> str:
     elif network.trained_instead is not None:
         text += f", while {network.trained_instead}, which began as its copy, is trained"
     elif network.held_twice is not None:
-        text += f", while {network.held_twice} is in two: {_listed(network)}"
+        text += f", while two optimizers hold {network.held_twice}: {_listed(network)}"
     if network.parts:
         text += f" (gradients reach only {_all(network.parts)})"
     return text
@@ -105,11 +105,15 @@ def _advice(network: UnmovedNetwork) -> str:
             "target network."
         )
     if network.held_twice is not None and network.is_known_which:
-        return f"Make {_place_of(network.rivals[0])} from the parameters of {name}."
+        return (
+            f"Create {_place_of(network.rivals[0])} with the parameters of {name}, not of "
+            f"{network.held_twice}."
+        )
     if network.held_twice is not None:
         return (
-            f"Make one of {_listed(network)} from the parameters of {name}. The run does not show "
-            f"which: take the one that steps after the backward pass that {name} is to learn from."
+            f"Create one of {_listed(network)} with the parameters of {name}. Gradsight cannot "
+            "tell which one was meant. Choose the one that steps after the backward pass of the "
+            f"loss of {name}."
         )
     if network.optimizer is not None:
         way = f"Step the optimizer of {name} after backward()"
@@ -117,10 +121,10 @@ def _advice(network: UnmovedNetwork) -> str:
         way = f"Give the parameters of {_all(network.parts or (name,))} to an optimizer"
     else:
         way = (
-            f"Make an optimizer of its own for {name}, or give its parameters to the optimizer "
-            "that steps after the backward pass of its loss"
+            f"Create an optimizer for {name}, or add its parameters to the optimizer that steps "
+            "after the backward pass of its loss"
         )
-    return f"{way}, or freeze {name} if it is not meant to learn."
+    return f"{way}. If {name} is not meant to learn, freeze it."
 
 
 def _fix(network: UnmovedNetwork) -> str:
@@ -136,13 +140,14 @@ def _fix(network: UnmovedNetwork) -> str:
     if network.held_twice is not None:
         made = _made(network.rivals[0], name, _parameters(network))
         if network.is_known_which:
-            return f"# before the loop: make this optimizer from {name}\n{made}"
+            return f"# before the loop: create this optimizer with the parameters of {name}\n{made}"
         return (
-            f"# before the loop: make one of the two optimizers from {name}\n"
-            f"# (the one that steps after its backward pass)\n{made}"
+            f"# before the loop: change one of the two optimizers to hold {name}\n"
+            f"# (the one that steps after the backward pass of {name}'s loss;\n"
+            f"# replace the name on the left if that is the other one)\n{made}"
         )
     freeze = "\n".join(f"# {each}.requires_grad_(False)" for each in network.parts or (name,))
-    frozen = f"# or, if it is not meant to learn, instead:\n{freeze}\n"
+    frozen = f"# instead, if it is not meant to learn: freeze it\n{freeze}\n"
     moving = network.moving
     if network.joins and moving is not None:
         optimizer = moving.variable or "optimizer"
@@ -156,6 +161,7 @@ def _fix(network: UnmovedNetwork) -> str:
     return (
         f"# before the loop: an optimizer for {name}\n{made}\n"
         f"# in the loop, before the backward pass of its loss: clear its gradients\n"
+        f"# (with gradient accumulation: once per step, as for your other optimizers)\n"
         f"{own}.zero_grad()\n\n"
         f"# in the loop, after that backward pass: update it\n{own}.step()\n\n{frozen}"
     )
@@ -175,7 +181,8 @@ def _parameters(network: UnmovedNetwork) -> str:
     """Return the expression for the parameters that get a gradient."""
     if not network.parts:
         return f"{network.variable or network.name}.parameters()"
-    return f"[{', '.join(f'*{each}.parameters()' for each in network.parts)}]"
+    given = (each if each in network.single else f"*{each}.parameters()" for each in network.parts)
+    return f"[{', '.join(given)}]"
 
 
 def _all(names: Sequence[str]) -> str:

@@ -27,9 +27,9 @@ _IN_A_ROW = 3
     incident=AsIncident(kept="never"),
     advice=Advice(
         recommendation=(
-            "One rank brings gradients unlike the others', and the mean carries them into "
-            "every replica. Check that rank's data (shard, augmentation, labels), its loss, "
-            "and its hardware."
+            "The gradients of one rank differ from those of the others, and the mean carries "
+            "them into every replica. Check that rank's data (shard, augmentation, labels), its "
+            "loss, and its hardware."
         ),
         fix=OWN_PART_OF_DATA
         + """
@@ -105,7 +105,7 @@ def _all_the_time(window: Window, apart: Floats, limit: float) -> Iterator[Fact]
         logs = np.median(np.array(window.rank_logarithms)[-len(apart) :], axis=0)
         ranks = np.array([_of_two(logs)])
     for rank in ranks:
-        text = f"at each of {len(apart)} measured steps, rank {rank} brings {_times(middle[rank])}"
+        text = f"at each of {len(apart)} measured steps, rank {rank} has {_times(middle[rank])}"
         first_step = window.rank_steps[-len(apart)]
         yield Fact(text, first_step=first_step, advice=_advice(middle[rank]))
 
@@ -139,7 +139,7 @@ def _suddenly(window: Window, logs: Floats, limit: float, sigmas: float) -> Iter
         times = _times(float(np.median(now[:, rank])))
         first_step = window.rank_steps[-_IN_A_ROW]
         text = f"at {_IN_A_ROW} measured steps in a row, from step {first_step} on, rank {rank}"
-        yield Fact(f"{text} brings {times}", first_step=first_step)
+        yield Fact(f"{text} has {times}", first_step=first_step)
 
 
 def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[Fact]:
@@ -160,7 +160,7 @@ def _in_single_parameters(window: Window, limit: float, looks: int) -> Iterator[
         middle = float(np.median(apart[:, rank, rows]))
         text = (
             f"in {len(rows)} of {above.shape[1]} parameters, at {looks} measured steps, rank "
-            f"{rank} brings {_times(middle)}"
+            f"{rank} has {_times(middle)}"
         )
         names = window.named(full[-1].rows[rows])
         yield Fact(text, names, first_step=full[0].step, advice=_advice(middle))
@@ -186,7 +186,7 @@ print(rank, inputs.float().std().item(), loss.item())
 
 def _times(logarithm: float) -> str:
     if logarithm < _NEXT_TO_NOTHING:
-        return "next to nothing, unlike the others"
+        return "almost no gradient, unlike the others"
     return f"{np.exp(min(logarithm, 50.0)):.3g} times the gradient of the others"
 
 

@@ -15,9 +15,9 @@ from gradsight.values.measured import RankDigests
     incident=AsIncident(kept="never"),
     advice=Advice(
         recommendation=(
-            "Each rank trains a model of its own: the gradients are not averaged over the ranks. "
-            "Wrap the model in DistributedDataParallel before you make the optimizer. If your "
-            "ranks train apart on purpose, silence this check."
+            "Each rank trains its own model, because the gradients are not averaged over the "
+            "ranks. Wrap the model in DistributedDataParallel before you create the optimizer. If "
+            "the ranks train separate models on purpose, silence this check."
         ),
         fix="""
 # before the optimizer is made: average the gradients over all ranks
@@ -66,14 +66,16 @@ def updates_differ(digests: RankDigests) -> bool:
 
 _CALL_THE_WRAPPER = Advice(
     recommendation=(
-        "Each rank trains a model of its own: gradients are averaged over the ranks only if the "
-        "loop calls the wrapped model. Call what DistributedDataParallel or "
-        "accelerator.prepare(model) returned, not the module inside it. If the ranks train "
-        "separate models on purpose, silence this check."
+        "Each rank trains its own model, because gradients are averaged only if the loop calls the "
+        "wrapped model. Call the model that DistributedDataParallel or accelerator.prepare(model) "
+        "returned, not the module inside it. If the loop calls another method of the module, call "
+        "that method inside forward(). If the ranks train separate models on purpose, silence "
+        "this check."
     ),
     fix="""
 # before the loop, in place of your line with DistributedDataParallel
-# (accelerate: model, optimizer = accelerator.prepare(model, optimizer))
+# (keep your other arguments, such as device_ids; with accelerate:
+# model, optimizer = accelerator.prepare(model, optimizer))
 model = torch.nn.parallel.DistributedDataParallel(model)
 
 # in the loop

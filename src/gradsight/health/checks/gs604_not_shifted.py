@@ -9,8 +9,8 @@ from gradsight.values.first_step import CopiedTargets
 _SELF = (
     "Each target equals the input at the same position, so the model learns to copy. Shift the "
     "targets by one, so that each position predicts the next token. Exception: causal language "
-    "models of the transformers library shift labels themselves. To them, pass labels = input_ids "
-    "unchanged."
+    "models of the transformers library shift labels themselves. Pass labels=input_ids to such a "
+    "model, without a shift."
 )
 _DECODER = (
     "At every position, the decoder is given its own target as input, so it learns to copy. Give "
@@ -25,7 +25,8 @@ def _advice(copied: CopiedTargets) -> Advice:
         return Advice(
             _DECODER,
             f"""
-# in the loop, before the forward pass: the decoder gets the target before
+# in the loop, before the forward pass: the decoder gets the previous target
+# (targets must begin with a start token, or the first one is never trained)
 decoder_inputs, targets = targets{first}, targets{last}
 # outputs = model(inputs, decoder_inputs)
 """,

@@ -21,8 +21,8 @@ def _instead(loss: str, of_probabilities: str | None = None, otherwise: str | No
     otherwise: the same if it does not.
     """
     lines = [
-        "# in the loop, instead of the forward pass: give the loss what it takes",
-        "# (without a softmax or sigmoid of your own)",
+        "# in the loop, instead of the forward pass: fit the output to the loss",
+        "# (remove the softmax or sigmoid in front of your loss)",
         "output = model(inputs)",
     ]
     if of_probabilities is not None:
@@ -50,7 +50,7 @@ def wrong_input(window: Window) -> Iterator[Fact]:
     """A loss function is given probabilities for logits, or either for logarithms.
 
     Why: nothing fails. A second softmax keeps the loss high and its gradient small; without
-    logarithms the loss can fall below zero, and its value misleads.
+    log-probabilities the loss can fall below zero, so its value is misleading.
     log_softmax before cross_entropy changes nothing, and is left alone.
     """
     first = window.now.signals.first

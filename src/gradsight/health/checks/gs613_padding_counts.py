@@ -18,18 +18,27 @@ _DECODER = (
 )
 
 
-def _advice(recommendation: str, given: str, token: int) -> Advice:
-    note = f"if token {token} also ends texts, use attention_mask == 0 instead"
-    if given == "targets":
-        note = f"token {token} pads here"
+def _advice(recommendation: str, given: str, token: int, instead: str) -> Advice:
+    """Return advice that leaves out a token; instead: what to use if it also ends texts."""
     return Advice(
         recommendation,
         f"""
 # in the loop, before the forward pass: the loss ignores the label -100
-# ({note})
+# (if token {token} also ends texts,
+# use {instead})
 targets = targets.masked_fill({given} == {token}, -100)
 """,
     )
+
+
+def _of_mask(token: int) -> Advice:
+    return _advice(_RECOMMENDATION, "inputs", token, "attention_mask == 0 instead")
+
+
+def _of_shifted(token: int) -> Advice:
+    # A mask from the inputs would miss the first padding label.
+    both = f"(inputs == {token}) & (targets == {token}) instead"
+    return _advice(_RECOMMENDATION, "targets", token, both)
 
 
 @check(
@@ -37,7 +46,7 @@ targets = targets.masked_fill({given} == {token}, -100)
     "padding counts in the loss",
     "warning",
     asked=Asked(when="first", needs=("first step",)),
-    advice=_advice(_RECOMMENDATION, "targets", 0),
+    advice=_of_shifted(0),
 )
 def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
     """Padding has labels that count in the loss.
@@ -57,7 +66,7 @@ def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
     where = f" at {seen.place}" if seen.place else ""
     if seen.in_decoder:
         evidence = f"{seen.counted} of {seen.labels} labels that count{where} ({part:.0%})"
-        advice = _advice(_DECODER, "targets", seen.token)
+        advice = _advice(_DECODER, "targets", seen.token, "-100 only after the first of each text")
         yield Fact(
             f"{evidence} are padding at the end of a sequence (token {seen.token})", advice=advice
         )
@@ -66,6 +75,4 @@ def padding_counts(window: Window, *, share: float = 0.05) -> Iterator[Fact]:
         f"{seen.counted} of {seen.places} padding tokens have a label that counts{where}: "
         f"{part:.0%} of the {seen.labels} labels that count"
     )
-    # Targets are shifted by one. A mask from the inputs would miss the first padding label.
-    given = "targets" if seen.in_targets else "inputs"
-    yield Fact(evidence, advice=_advice(_RECOMMENDATION, given, seen.token))
+    yield Fact(evidence, advice=(_of_shifted if seen.in_targets else _of_mask)(seen.token))

@@ -26,7 +26,7 @@ from gradsight.incidents.diagnosis.operation import (
 from gradsight.incidents.diagnosis.samples import SampleNorms, have_same_rows, measure_samples
 from gradsight.incidents.diagnosis.watcher import Budget, OutOfTime
 from gradsight.incidents.kept_calls import BackwardGraph
-from gradsight.values.diagnoses import NONE_STANDS_OUT, Diagnosis, GuiltyOperation, GuiltySample
+from gradsight.values.diagnoses import NO_SINGLE_SAMPLE, Diagnosis, GuiltyOperation, GuiltySample
 
 Kind = Literal["nonfinite", "spike"]
 _NEARLY_ALL = 0.9
@@ -123,6 +123,8 @@ def diagnose_loss(
             break
     if operation is None and not notes:
         operation = fault_in_graph(graph, outputs)
+    if operation is None and not notes:
+        notes.append("Gradsight could not find the operation that made the loss non-finite")
     return Diagnosis(operation, (), budget.spent(), tuple(notes), options.micro_batches)
 
 
@@ -276,7 +278,7 @@ def _samples(
     broken = sum(not math.isfinite(sample.norm) for sample in samples)
     if len(samples) > 1 and broken >= _NEARLY_ALL * len(samples):
         how_many = f"all {broken}" if broken == len(samples) else f"{broken} of {len(samples)}"
-        notes.append(f"the gradients of {how_many} samples are not finite: {NONE_STANDS_OUT}")
+        notes.append(f"the gradients of {how_many} samples are not finite: {NO_SINGLE_SAMPLE}")
     return ranked(samples, complete=complete, most=options.most)
 
 

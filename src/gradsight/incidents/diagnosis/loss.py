@@ -239,7 +239,9 @@ def only_steep_operation(loss_root: Tensor | None) -> GuiltyOperation | None:
     names = {_name(node) for node in risky}
     if len(names) != 1 or not names <= STEEP or len(nodes) >= _MOST_NODES:
         return None
-    detail = "likely: the loss is finite, and no other operation has such a derivative"
+    detail = (
+        "likely: the loss is finite, and no other operation has a derivative that can be infinite"
+    )
     return GuiltyOperation(names.pop(), "backward", None, None, None, (), 0, detail)
 
 
