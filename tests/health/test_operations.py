@@ -37,7 +37,7 @@ AT: dict[str, tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {
     "safe_norm": ((ZEROS,), ()),
     "safe_pow": ((ZEROS,), (0.5,)),
     "safe_std": ((ZEROS,), ()),
-    "normalised": ((ZEROS,), ()),
+    "normalised": ((ZEROS,), (-1,)),
     "safe_exp": ((ZEROS + 1000,), ()),
     "safe_acos": ((ZEROS + 1,), ()),
     "safe_asin": ((ZEROS - 1,), ()),

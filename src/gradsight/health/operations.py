@@ -33,7 +33,8 @@ OPERAND = Advice(
     DROP_SAMPLES
     + """
 # in a loss of your own: normalise without dividing by 0
-def normalised(x, dim=-1, eps=1e-6):
+# (dim: the dimension that your code takes the mean and deviation of)
+def normalised(x, dim, eps=1e-6):
     variance = x.var(dim, keepdim=True, unbiased=False)
     return (x - x.mean(dim, keepdim=True)) / (variance + eps).sqrt()
 """,

@@ -197,6 +197,10 @@ class Window:
 
     Their relative updates mean nothing for a while.
     """
+    rows_outside: Rows = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    """Parameters in no optimizer that had a gradient when some last had one."""
+    looks_outside: int = 0
+    """How many detailed measurements found such parameters."""
     unmoved: tuple[UnmovedNetwork, ...] = ()
     """Networks of the script that get gradients and that no optimizer moves."""
     at_end: LossAtEnd | None = None

@@ -415,6 +415,27 @@ for step in range(60):
     (loss_of(real, 1.0) + loss_of(model.discriminator(fake.detach()), 0.0)).backward()
     judging.step()
 """
+SEVERAL_CRITIC_STEPS = """
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+
+
+model = Both()
+generating = torch.optim.Adam(model.generator.parameters(), 1e-3)
+judging = torch.optim.Adam(model.{given}.parameters(), 1e-3)
+for _ in range(30):
+    for _ in range(4):
+        judging.zero_grad()
+        fake = model.generator(torch.randn(32, 4)){detached}
+        (model.critic(fake).mean() - model.critic(torch.randn(32, 2) + 2).mean()).backward()
+        judging.step()
+    generating.zero_grad()
+    (-model.critic(model.generator(torch.randn(32, 4))).mean()).backward()
+    generating.step()
+"""
 LOSS_OF = """
 
 def loss_of(logits, wanted):
@@ -436,6 +457,17 @@ CHILDREN = [
             "missing = [*model.generator.parameters()]",
         ],
         never_says=["add_param_group"],
+    ),
+    Situation(
+        "a critic in no optimizer, with several steps of its loss per step of the generator",
+        SEVERAL_CRITIC_STEPS.format(given="generator", detached=""),
+        exit_code=1,
+        findings=["GS201", "GS302"],
+        says=["Create that one with the parameters of critic."],
+    ),
+    Situation(
+        "each of two children in its own optimizer, with several steps of the critic",
+        SEVERAL_CRITIC_STEPS.format(given="critic", detached=".detach()"),
     ),
     Situation(
         "each of two children in its own optimizer",

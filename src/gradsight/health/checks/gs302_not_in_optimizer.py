@@ -41,6 +41,12 @@ def missing(window: Window, *, patience: int = 3) -> Iterator[Fact]:
     trainable = np.array(window.subject.trainable)
     absent = trainable & (np.array(counts) == 0)
     rows = np.flatnonzero(absent & (window.l2 > 0))
+    if len(rows):
+        window.rows_outside = rows
+        window.looks_outside += 1
+    elif np.isnan(window.l2[absent]).all() and window.looks_outside >= patience:
+        # With several optimizers, the pass before this step may have missed these parameters.
+        rows = window.rows_outside
     if not len(rows):
         return
     is_of_adapters = any(counts) and all(map(_is_added_by_peft, window.named(rows)))
@@ -103,7 +109,7 @@ def _among_several(window: Window, rows: list[int], text: str, several: SeveralO
     call = (several.call or "torch.optim.Adam({given}, lr=1e-3)").replace("{given}", "missing")
     fix = (
         f"# {place}: {what}\n"
-        f"# (the optimizer must step after the backward pass of the loss that trains them)\n"
+        f"# (it must step after the backward pass of the loss that trains these)\n"
         f"{code}{folded(f'{variable} = {call}')}\n"
     )
     if variable == "another_optimizer" and trainer is None:
