@@ -50,6 +50,8 @@ def functions_of(advice: Advice) -> dict[str, Any]:
     """The functions that a fix defines."""
     names: dict[str, Any] = {"torch": torch, "F": functional}
     code = sections(advice.tidy().fix).get("before the loop", "")
+    if "def " not in code:
+        return {}
     exec(code.replace("model.float()", ""), names)
     return {name: names[name] for name in names if name in AT}
 
