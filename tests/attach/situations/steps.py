@@ -91,7 +91,7 @@ ACCUMULATION = [
     Situation(
         "micro-batches: sums over the count of the whole step",
         COUNTED,
-        reasons={"GS609": "may be a count over the whole step"},
+        reasons={"GS609": "count over the whole step"},
     ),
 ]
 
